@@ -84,4 +84,6 @@ if __name__ == "__main__":
     except BrokenPipeError:  # the reader has closed the pipe: launch.py … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 141
+    except KeyboardInterrupt:
+        status = 130
     sys.exit(status)

@@ -68,6 +68,10 @@ def main(argv: list[str], python: str) -> int:
 def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets its results."""
     checked = argv[:1] == ["check"]
+
+    def submit_one(words: list[str], results: dict[str, Any]) -> int:
+        return _main(words, python, results)
+
     try:
         before_dashes = command_line.before_dashes(argv)
         if not argv or {"-h", "--help", "help"} & set(before_dashes):
@@ -80,7 +84,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
         if argv[0] == "scale":
-            return scale.scale(argv[1:], home, lambda words: main(words, python))
+            return scale.scale(argv[1:], home, submit_one, told)
         if argv[0] in run_commands.COMMANDS:
             return run_commands.command(argv, home, told)
         settings = command_line.parse(argv[1:] if checked else argv)

@@ -45,7 +45,7 @@ MAY_HAVE_RANKS = (State.starting, State.running, State.unknown)
 
 def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
     """Runs ``launch.py runs|logs|look|cancel|resume|compare …``. Returns the exit status. told:
-    gets the results of ``look``. Raises InputError and MachineError.
+    gets the results of ``look`` and ``compare``. Raises InputError and MachineError.
     """
     name, *words = argv
     if name == "runs":
@@ -61,7 +61,7 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
         raise InputError(f"{name}: give a run: a run directory, a job ID, or {table.LAST}")
     folders = find(names or [table.LAST], root)
     if name == "compare":
-        return compare(folders)
+        return compare(folders, told)
     if name == "logs":
         return logs(folders[0], options.get("rank", ""), "follow" in words)
     if name == "look":
@@ -198,9 +198,9 @@ def _short(folder: str) -> str:
     return printable(folder.removeprefix(f"{os.getcwd()}/"))
 
 
-def compare(folders: Sequence[Path]) -> int:
-    """Prints the keys in which runs differ and their results, one column per run. Raises InputError
-    for a single run.
+def compare(folders: Sequence[Path], told: dict[str, Any]) -> int:
+    """Prints the keys in which runs differ and their results, one column per run. told: gets the
+    runs. Raises InputError for a single run.
     """
     if len(folders) < 2:
         raise InputError(
@@ -209,6 +209,7 @@ def compare(folders: Sequence[Path]) -> int:
     runs = [
         table.read_one(folder, lambda path: table.entry(record.read(path))) for folder in folders
     ]
+    told["runs"] = runs
     cells = table.cells(runs)
     print("\n".join(table.aligned(list(zip(*cells, strict=True)))))
     names = shlex.join(_short(str(folder)) for folder in folders)

@@ -20,12 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.core.config.job_keys import Launcher
 from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
 from recipes.core.launch import runs
 from recipes.core.run import command_line, efficiency, record, rows
 from recipes.core.run.rows import number
+
+Told = dict[str, Any]  # the results of a command, for --json
+Submit = Callable[[list[str], Told], int]  # submits a job by the words of launch.py
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
@@ -35,9 +39,9 @@ ASSUMED = (
 )
 
 
-def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) -> int:
-    """Runs the command. submit: submits a job by the words of launch.py. Returns the exit status.
-    Raises ConfigError, InputError, MachineError.
+def scale(words: Sequence[str], root: Path, submit: Submit, told: Told) -> int:
+    """Runs the command. told: gets the runs that were submitted. Returns the exit status. Raises
+    ConfigError, InputError, MachineError.
     """
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
@@ -49,7 +53,7 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
         raise ConfigError(f"weak={shown(weak)}: must be true or false")
     is_weak = weak == "true"
     if not names:
-        return _submit_all(keys, is_weak, root, submit)
+        return _submit_all(keys, is_weak, root, submit, told)
     unknown = keys.keys() - ({"link", "ranks"} if "link" in keys else set())
     if unknown:
         raise ConfigError(
@@ -70,9 +74,7 @@ def scale(words: Sequence[str], root: Path, submit: Callable[[list[str]], int]) 
     return EXIT_DONE
 
 
-def _submit_all(
-    keys: dict[str, str], weak: bool, root: Path, submit: Callable[[list[str]], int]
-) -> int:
+def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, told: Told) -> int:
     counts = _counts("nodes", keys.pop("nodes", ""))
     if "run_dir" in keys:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
@@ -85,7 +87,9 @@ def _submit_all(
         if weak:
             keys["global_batch_size"] = str(batch * count // counts[0])
         chosen = {**keys, "nodes": count, "run_dir": place / f"nodes-{count}"}
-        status = submit([f"{name}={value}" for name, value in chosen.items()])
+        submitted = Told()
+        status = submit([f"{name}={value}" for name, value in chosen.items()], submitted)
+        told.setdefault("runs", []).extend(submitted.get("runs", ()))
         if status:
             return status
     command = shlex.join(["python", "launch.py", "scale", str(place)])

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import re
 import signal
 import time
 
@@ -16,6 +17,8 @@ STACKS = signal.SIGRTMAX - 2  # as in program/hook/sitecustomize.py, which impor
 NAME = "python-stacks"
 SETTLED_S = 0.1  # a stack that has not grown for this long is complete
 LONGEST = 1 << 16  # bytes of a stack that are read
+# a character that is not ASCII, as faulthandler writes it
+ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U000[0-9a-f]{5})")
 
 
 @functools.cache
@@ -44,7 +47,8 @@ def read(pid: int, patience_s: float) -> str:
             before = content
             content = os.pread(file.fileno(), LONGEST, old)
     # an answer to an earlier signal may precede it
-    return content.rpartition(b"call first):\n")[2].decode(errors="replace")
+    text = content.rpartition(b"call first):\n")[2].decode(errors="replace")
+    return ESCAPED.sub(lambda match: chr(int(match[1][1:], 16)), text)
 
 
 def _file(pid: int) -> str:

@@ -525,5 +525,5 @@ def test_damaged_values_are_left_out_of_the_table(
     for words in ([str(folder)], [str(folder), "--json"], ["--sort=step"]):
         assert run_commands.show(words, root) == 0
     assert "NaN" not in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"--json: launch\.py compare does not support it"):
-        run_commands.command(["compare", "--json", "x", "y"], root, {})
+    with pytest.raises(InputError, match=r"--json: launch\.py logs does not support it"):
+        run_commands.command(["logs", "--json", "x"], root, {})

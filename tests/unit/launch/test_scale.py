@@ -56,11 +56,14 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
 def submitted(words: list[str], tmp_path: Path) -> list[list[str]]:
     submissions = list[list[str]]()
 
-    def submit(words: list[str]) -> int:
+    def submit(words: list[str], told: scale.Told) -> int:
         submissions.append(words)
+        told["runs"] = [words[-1]]
         return 0
 
-    assert scale.scale(words, tmp_path, submit) == 0
+    told = scale.Told()
+    assert scale.scale(words, tmp_path, submit, told) == 0
+    assert told.get("runs", []) == [words[-1] for words in submissions]
     return submissions
 
 

@@ -20,7 +20,7 @@ PROCESS = """
 import ctypes, os, select, sys
 from recipes.core.place import stacks
 
-def busy():
+def busy_é():
     while not select.select([0], [], [], 0)[0]:
         pass
 
@@ -31,7 +31,7 @@ def of_a_fork():
     pid = os.fork()
     if pid == 0:
         os.write(1, b"%d\\n" % os.getpid())
-        busy()
+        busy_é()
         os._exit(0)
     os.waitpid(pid, 0)
 
@@ -70,9 +70,9 @@ def innermost(pid: int) -> str:
 
 def test_a_process_is_read_while_it_computes_holds_the_lock_or_is_a_fork() -> None:
     for name, function in (
-        ("busy", "busy"),
+        ("busy_é", "busy_é"),
         ("hold_the_lock", "hold_the_lock"),
-        ("of_a_fork", "busy"),
+        ("of_a_fork", "busy_é"),
     ):
         with running(name) as pid:
             helpers.wait_until(lambda pid=pid: innermost(pid) != "<module>", 10, name)
@@ -86,7 +86,7 @@ def test_a_process_that_has_not_registered_gets_no_signal() -> None:
 
 
 def test_a_stopped_process_writes_nothing_and_only_the_newest_stack_counts_later() -> None:
-    with running("busy") as pid:
+    with running("busy_é") as pid:
         os.kill(pid, signal.SIGSTOP)
         helpers.wait_until(
             lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text(), 5, "stop"
