@@ -2,7 +2,9 @@
 downloads. No code of a model runs unless it is allowed.
 """
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -194,12 +196,15 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
             f"({', '.join(names)} in {folder_of(model)}): "
             f"read it, then give allow_code={allowed}"
         )
-    # transformers executes a copy that it keeps there
-    modules = Path(library.utils.HF_MODULES_CACHE)
-    with files.writing_to(modules, "HF_MODULES_CACHE"):
-        modules.mkdir(parents=True, exist_ok=True)
-    problem = trust.who_else_can_change(modules)
-    if problem:
-        fix = "set HF_MODULES_CACHE to a folder that only you can write to"
-        raise InputError(f"model={model}: {problem}, so its code is not executed: {fix}")
+    library.dynamic_module_utils.HF_MODULES_CACHE = _modules()
     return True
+
+
+@functools.cache
+def _modules() -> str:
+    """The folder of this process to which transformers copies the code that it executes, instead of
+    one of all processes, in which older copies may be writable by a group. Removed at exit.
+    """
+    temporary = tempfile.TemporaryDirectory(prefix="recipes-")
+    atexit.register(temporary.cleanup)
+    return str(trust.private_temporary(Path(temporary.name)))
