@@ -113,7 +113,7 @@ def private_folder(folder: Path, fix: str = "use a clone of your own") -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         rule = "must be a folder that belongs to you, with mode 700 (run chmod 700 on it)"
         raise MachineError(f"{folder}: {rule}: or {fix}")
-    problem = who_else_can_change(folder)
+    problem = who_else_can_change(Path(os.path.realpath(folder)))
     if problem:
         raise MachineError(f"{folder}: {problem}; or {fix}")
     return folder
@@ -133,12 +133,12 @@ def who_else_can_change(path: Path) -> str:
     Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For
     a path in the clone, folders above the clone do not count: who can change those can exchange all
     of the code. A sticky folder, such as /tmp, protects its content, and so does a folder that no
-    other user can enter, unless others can exchange it. Links are resolved. Raises OSError.
+    other user can enter, unless others can exchange it. path: of os.path.realpath; a link in it was
+    put there meanwhile. Raises OSError.
     """
-    path = Path(os.path.realpath(path))
     problems = list[str]()
     for place in (path, *path.parents):
-        status = place.stat()
+        status = place.lstat()
         if not _is_trusted(status.st_uid, place):
             return f"{place} belongs to another user"
         is_above = place != path

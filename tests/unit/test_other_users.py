@@ -1201,6 +1201,40 @@ def test_a_model_names_no_weights_and_no_code_elsewhere(
         copied(tmp_path)
 
 
+@as_root
+def test_code_of_a_model_that_another_user_can_exchange_has_no_digest(tmp_path: Path) -> None:
+    """They could show other code to who reads it."""
+    code = tmp_path / "model/mine.py"
+    model = str(code.parent)
+    code.parent.mkdir()
+    code.write_text("")
+    names = {"AutoConfig": "mine.Config"}
+    files.write_json(tmp_path / "model/config.json", {"model_type": "mine", "auto_map": names})
+    with hub.opened(model) as copy:
+        for place in (code, code.parent):
+            os.chown(place, STRANGER, STRANGER)
+            fix = "copy the folder, or its run, with cp -r, read the copy, and give it instead"
+            with pytest.raises(InputError, match=f"{place} belongs to another user: {fix}$"):
+                hub.allows_code(model, copy, "")
+            os.chown(place, 0, 0)
+        assert not (copy / "mine.py").exists()
+        with pytest.raises(InputError, match=rf"mine\.py in {model}\): read it, then give allow_c"):
+            hub.allows_code(model, copy, "")
+        code.unlink()
+        code.symlink_to("missing")
+        with pytest.raises(InputError, match=r"missing cannot be read .*: fetch it again"):
+            hub.allows_code(model, copy, "")
+
+
+@as_root
+def test_a_link_is_not_taken_for_what_it_leads_to(tmp_path: Path) -> None:
+    """Its maker may have put it there after the path was resolved."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    os.lchown(link, STRANGER, STRANGER)
+    assert trust.who_else_can_change(link) == f"{link} belongs to another user"
+
+
 def test_settings_of_a_tokenizer_are_not_passed_to_other_libraries(tmp_path: Path) -> None:
     settings = {"sudachi_kwargs": {"sudachi_config_path": "x"}, "target_spm": "x", "eos": "</s>"}
     files.write_json(tmp_path / "tokenizer_config.json", settings)

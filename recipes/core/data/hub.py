@@ -17,8 +17,8 @@ from typing import Any
 from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError
 
-# files of a model that are fetched; of the weights only safetensors, which hold no code
-FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
+# files of a model without its code; of the weights only safetensors, which hold no code either
+WITHOUT_CODE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
 # settings with a "/" that transformers does not open, and those that name other files or that it
@@ -44,7 +44,7 @@ def fetch(name: str) -> Path:
     """
     hub = errors.require("huggingface_hub", "llm", f"model={name}: ")
     try:
-        folder = hub.snapshot_download(name, allow_patterns=FETCHED)
+        folder = hub.snapshot_download(name, allow_patterns=[*WITHOUT_CODE, "*.py"])
     except Exception as error:  # no internet, no such model, a full disk
         fix = "run this command on a machine with internet, and copy its folder $HF_HOME here"
         raise MachineError(f"model={name}: {errors.one_line(error, 120)}: {fix}") from None
@@ -88,7 +88,8 @@ def find(model: str) -> Path:
 @contextlib.contextmanager
 def opened(model: str) -> Iterator[Path]:
     """A temporary folder for transformers: copies of the small files of a model, as `folder_of`,
-    and links to its weights, which are open. So nobody can exchange them after the checks.
+    without its code, and links to its weights, which are open. So nobody can exchange them after
+    the checks.
 
     Raises MachineError for a link of another user, which could lead to a private file of this user.
     Raises InputError for what cannot be read, and for names of files outside the folder.
@@ -109,11 +110,9 @@ def opened(model: str) -> Iterator[Path]:
 def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
     """Makes ``copy`` for `opened`. stack: holds the open files."""
     copy.mkdir()
-    patterns = {*FETCHED, "additional_chat_templates/*.jinja"}
-    if "auto_map" in files.read_json(folder / "config.json"):
-        patterns.add("**/*.py")
+    patterns = (*WITHOUT_CODE, "additional_chat_templates/*.jinja")
     left = MOST_BYTES
-    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         target = copy / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -165,13 +164,13 @@ def _require_names_inside(model: str, copy: Path) -> None:
         raise InputError(f"model={model}: {why}: give a copy of the model without it")
 
 
-def allows_code(model: str, folder: Path, allow_code: str) -> bool:
+def allows_code(model: str, copy: Path, allow_code: str) -> bool:
     """Whether the model's own code may run: if transformers lacks it, and ``allow_code`` is the
-    digest of the folder's Python files. Raises InputError if it lacks it otherwise. folder: of
-    `opened`.
+    digest of the Python files of a folder that nobody else can change. Then these are linked into
+    ``copy``, of `opened`. Raises InputError and MachineError if it lacks it otherwise.
     """
     library = transformers()
-    config = files.read_json(folder / "config.json")
+    config = files.read_json(copy / "config.json")
     kind = str(config.get("model_type"))
     if kind in library.CONFIG_MAPPING:
         return False
@@ -180,22 +179,32 @@ def allows_code(model: str, folder: Path, allow_code: str) -> bool:
     if not isinstance(code, dict) or not all(CLASS.fullmatch(str(name)) for name in code.values()):
         problem = f"transformers {library.__version__} has no model_type {errors.shown(kind)}"
         raise InputError(f"model={model}: {problem}: install a newer one, or give another model=")
-    digest = hashlib.sha256()
-    sources = sorted(folder.rglob("*.py"))
-    names = [str(source.relative_to(folder)) for source in sources]
-    for source, name in zip(sources, names, strict=True):
-        digest.update(f"{name} {files.sha256(source)}\n".encode())
+    folder = Path(os.path.realpath(folder_of(model)))
+    names = sorted(str(source.relative_to(folder)) for source in folder.rglob("*.py"))
+    sources = [Path(os.path.realpath(folder / name)) for name in names]
     missing = {f"{name.partition('.')[0]}.py" for name in code.values()} - {*names}
     if missing:
         problem = f"its config requires {min(missing)}, which is missing"
         raise InputError(f"model={model}: {problem}: fetch it again, or give another one")
+    needed = f"model={model}: its config requires Python code"
+    digest = hashlib.sha256()
+    try:
+        for place in (folder, *sources):
+            if problem := trust.who_else_can_change(place):
+                fix = "copy the folder, or its run, with cp -r, read the copy, and give it instead"
+                raise InputError(f"{needed}, but {problem}: {fix}")
+        for source, name in zip(sources, names, strict=True):
+            digest.update(f"{name} {files.sha256(source)}\n".encode())
+            target = copy / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source)
+    except OSError as error:
+        problem = f"{error.filename} cannot be read ({error.strerror})"
+        raise InputError(f"model={model}: {problem}: fetch it again, or remove it") from None
     allowed = digest.hexdigest()[:SHOWN]
     if allow_code != allowed:
-        raise InputError(
-            f"model={model}: its config requires Python code "
-            f"({', '.join(names)} in {folder_of(model)}): "
-            f"read it, then give allow_code={allowed}"
-        )
+        places = f"{', '.join(names)} in {folder}"
+        raise InputError(f"{needed} ({places}): read it, then give allow_code={allowed}")
     library.dynamic_module_utils.HF_MODULES_CACHE = _modules()
     return True
 
