@@ -315,7 +315,9 @@ def test_a_finished_copy_is_verified_and_damage_is_reported(
         write.pack(source, target, **OPTIONS)
 
 
-@pytest.mark.parametrize("changed", [{"version": 2}, {"splits": 1}])
+@pytest.mark.parametrize(
+    "changed", [{"version": 2}, {"splits": 1}, {"more": " " * format.MOST_BYTES}]
+)
 def test_an_invalid_index_is_reported(
     source: Path, unbroken: Path, tmp_path: Path, changed: dict[str, Any]
 ) -> None:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.data import datasets
 from recipes.core.data.datasets import DataFile
 from recipes.core.errors import InputError
 
 VERSION = {"format": "packed images", "version": 1, "encoding": "jpeg"}
 INDEX = "index.json"
+MOST_BYTES = 64 << 20  # of index.json
 SPLITS = ("train", "val")
 # Length bytes from offset in a shard, the label, and the image's height and width in pixels.
 RECORD = struct.Struct("<QIIIHH")
@@ -61,14 +63,7 @@ def read_index(folder: Path) -> PackedCopy:
     path = folder / INDEX
     again = datasets.prepare_command("imagenet", folder)
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        fix = f"pack one with {again}"
-        raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): {fix}") from None
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise InputError(f"{str(path)!r} {why}: make it readable") from None
-    try:
+        content = files.read_bounded(path, MOST_BYTES)
         facts: Any = json.loads(content)
         classes = tuple(facts["classes"])
         is_known = VERSION.items() <= facts.items()
@@ -77,6 +72,12 @@ def read_index(folder: Path) -> PackedCopy:
         splits = {name: _split(name, facts["splits"][name]) for name in SPLITS}
         index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
         return PackedCopy(int(facts["size"]), int(facts["quality"]), classes, splits, index)
+    except FileNotFoundError:
+        fix = f"pack one with {again}"
+        raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): {fix}") from None
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise InputError(f"{str(path)!r} {why}: make it readable") from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         fix = f"remove it and pack again: {again}"
         raise InputError(f"{str(path)!r} is damaged or of another version: {fix}") from None
