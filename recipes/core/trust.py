@@ -10,7 +10,9 @@ import contextlib
 import grp
 import os
 import pwd
+import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -68,6 +70,28 @@ def write_own(path: Path, content: bytes) -> None:
         file.write(content)
 
     files.write_whole(path, write)
+
+
+def user_key() -> bytes:
+    """A random key of this user, for marks that no other user can make. It is made when it is first
+    needed. b"" if the home folder is missing, belongs to another user or cannot be written.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        home = Path.home()
+        path = home / ".config/recipes/key"
+        if not path.exists() and home.stat().st_uid == os.geteuid():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # with mode 600
+                file.write(secrets.token_bytes(32))
+                file.flush()
+                os.fsync(file.fileno())
+                with contextlib.suppress(FileExistsError):  # another process has made it
+                    os.link(file.name, path)
+        with open(path, "rb", opener=files.without_links) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+                return file.read()
+    return b""
 
 
 def who_else_writes(status: os.stat_result, place: int | Path) -> str:

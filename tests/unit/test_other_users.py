@@ -720,6 +720,78 @@ def test_a_copy_of_another_users_run_names_no_script_job_or_process(tmp_path: Pa
         run_commands.resume(run, [])
 
 
+def test_a_run_counts_only_with_a_mark_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user can write into a run while it is copied, and then knows the inode of the copy.
+    The mark may be of an earlier run of this user that had this inode.
+    """
+    homes = {name: tmp_path / name for name in ("mine", "theirs")}
+    for home in homes.values():
+        home.mkdir()
+
+    def read_in(home: Path) -> str:
+        monkeypatch.setenv("HOME", str(home))
+        try:
+            return str(run_commands._own_description(tmp_path / "run")["job_id"])
+        except MachineError as error:
+            return "copied" if "was copied here" in str(error) else ""
+
+    def record_in(home: Path) -> None:
+        monkeypatch.setenv("HOME", str(home))
+        jobs.record(tmp_path / "run", b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
+
+    record_in(homes["theirs"])
+    assert (read_in(homes["theirs"]), read_in(homes["mine"])) == ("7", "copied")
+    record_in(homes["mine"])
+    assert (read_in(homes["theirs"]), read_in(homes["mine"])) == ("copied", "7")
+    key = homes["mine"] / ".config/recipes/key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "run/job.sh").write_text("evil\n")
+    run = replace(FAILED, folder=str(tmp_path / "run"))
+    with pytest.raises(
+        MachineError, match=r"job\.sh: was changed, .*: python launch.py recipe=toy"
+    ):
+        run_commands.resume(run, [])
+    job = tmp_path / "run/job.yaml"
+    job.write_text(job.read_text().replace("max_steps=1", "max_steps=2"))
+    assert read_in(homes["mine"]) == "copied"
+    record_in(homes["mine"])
+    key.chmod(0o640)  # others may have read it
+    assert read_in(homes["mine"]) == "copied"
+    record_in(tmp_path / "nosuch")
+    assert read_in(tmp_path / "nosuch") == "copied"
+
+
+def test_cancel_ends_no_process_that_another_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda *words: pytest.fail("kill"))
+    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    attempt = attempts.open_next(tmp_path / "run", "toy", {})
+    facts = attempt.read("opened.json")
+    pid = os.getppid()
+    facts["process"] |= {"pid": pid, "started": attempts.start_time(pid)}
+    files.write_json(attempt.folder / "opened.json", facts)
+    run = replace(FAILED, folder=str(tmp_path / "run"), state="running")
+    with pytest.raises(MachineError, match="scancel 7 failed"):
+        run_commands.cancel(run)
+
+
+def test_a_rank_without_the_home_of_its_job_keeps_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as in a container."""
+    in_job = {"SLURM_JOB_ID": "7"}
+    attempt = attempts.open_next(tmp_path / "run", "toy", in_job)
+    with monkeypatch.context() as inside:
+        inside.setenv("HOME", "/nosuch")
+        attempts.describe(attempt, "toy", in_job, ["node1"])
+    opened = attempt.read("opened.json")
+    assert opened["hosts"] == ["node1"]
+    assert directory.is_marked(tmp_path / "run", opened)
+
+
 def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
     set_list(tmp_path, 7, 7, 7, 0, kind="default")
     with umask(0o077):
@@ -793,8 +865,8 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     run_dir = tmp_path / "runs/a"
-    marked = {"process": "x", **directory.mark(run_dir)}
-    files.write_json(run_dir / "attempts/0000/opened.json", marked)
+    opened = directory.marked(run_dir, {"process": "x"})
+    files.write_json(run_dir / "attempts/0000/opened.json", opened)
     assert run_commands.show([], tmp_path) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2  # the head and the other run
@@ -827,8 +899,7 @@ def test_the_run_of_another_user_shows_no_private_log(
     if name == "logs":
         (run_dir / name).rmdir()
     if name == "job.yaml":
-        job = {"job_id": "7", "log": str(private), **directory.mark(run_dir)}
-        files.write_json(run_dir / name, job)
+        files.write_json(run_dir / name, {"job_id": "7", "log": str(private)})
     else:
         (run_dir / name).symlink_to(private if "/" in name else private.parent)
     for path in (run_dir, *run_dir.rglob("*")):
@@ -849,7 +920,7 @@ def test_a_run_that_cannot_be_read_is_no_success(
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     run_dir = tmp_path / "runs/b"
-    opened = {"process": "x", "recipe": "toy", **directory.mark(run_dir)}
+    opened = directory.marked(run_dir, {"process": "x", "recipe": "toy"})
     files.write_json(run_dir / "attempts/0000/opened.json", opened)
     (run_dir / "status.json").write_text('{"state": "running", "step": 1, "updated": -1e300}')
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):

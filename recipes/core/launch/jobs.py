@@ -5,6 +5,7 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from recipes.core import errors, trust
 from recipes.core.config import job_keys, profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
+from recipes.core.files import Json
 from recipes.core.launch import container
 from recipes.core.run import directory
 from recipes.core.slurm import jobstate, script
@@ -71,7 +73,8 @@ def record(
     trust.write_own(run_dir / "job.sh", text)
     real = os.path.realpath(run_dir)
     of_job = {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real}
-    write_description(run_dir, {**of_job, **directory.mark(run_dir), **more})
+    digest = hashlib.sha256(text).hexdigest()
+    write_description(run_dir, {**of_job, "script": digest, **more})
     runs = os.path.realpath(f"{more.get('root')}/runs")
     if "root" in more and not Path(real).is_relative_to(runs):
         link = Path(runs) / "jobs" / job_id  # with which the job is found by its ID
@@ -82,9 +85,10 @@ def record(
             link.symlink_to(real)
 
 
-def write_description(run_dir: Path, description: Mapping[str, object]) -> None:
-    """Writes job.yaml. Raises OSError."""
-    trust.write_own(run_dir / "job.yaml", json.dumps(description, indent=1).encode() + b"\n")
+def write_description(run_dir: Path, description: Json) -> None:
+    """Writes job.yaml with its mark. Raises OSError."""
+    content = directory.marked(run_dir, description)
+    trust.write_own(run_dir / "job.yaml", json.dumps(content, indent=1).encode() + b"\n")
 
 
 def options_of(job: jobstate.Job) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -346,12 +347,14 @@ def _own_description(folder: Path) -> dict[str, Any]:
     if not isinstance(described, dict):
         return {}
     if not directory.is_marked(folder, described):
-        words = shlex.join([f"recipe={described.get('recipe')}", f"run_dir={folder}"])
-        raise MachineError(
-            f"{folder}/job.yaml: was copied here, so job.sh is not executed: "
-            f"start the run again with: python launch.py {words}"
-        )
+        raise MachineError(_not_executed(folder, described, "job.yaml: was copied here"))
     return described
+
+
+def _not_executed(folder: Path, described: dict[str, Any], why: str) -> str:
+    words = shlex.join([f"recipe={described.get('recipe')}", f"run_dir={folder}"])
+    fix = f"start the run again with: python launch.py {words}"
+    return f"{folder}/{why}, so job.sh is not executed: {fix}"
 
 
 def resume(run: Run, arguments: Sequence[str]) -> str:
@@ -364,6 +367,8 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
         # sbatch reads the file that was checked, also if another one takes its name meanwhile.
         described = _own_description(folder)
         with trust.open_own(folder / "job.sh") as script:
+            if hashlib.sha256(script.read()).hexdigest() != described.get("script"):
+                raise MachineError(_not_executed(folder, described, "job.sh: was changed"))
             options = [*described.get("options", ())]
             if element:
                 options.append(f"--array={element}")

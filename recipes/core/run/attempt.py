@@ -189,7 +189,6 @@ def describe(
     content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
-        **directory.mark(attempt.run_dir),
         "launch": opened.get("launch") or launch or directory.launch_id(environ),
         "job": job or None,
         "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm
@@ -204,6 +203,11 @@ def describe(
         "submitted": opened.get("submitted", submitted),
         "time": opened.get("time", round(time.time(), 3)),
     }
+    # in a container, a rank may not see the home folder with the key
+    if job and opened:
+        content["mark"] = opened.get("mark")
+    else:
+        content = directory.marked(attempt.run_dir, content)
     files.write_json(attempt.folder / "opened.json", content)
 
 

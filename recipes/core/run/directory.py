@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import hmac
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -18,6 +20,19 @@ from recipes.core.slurm import environment
 # folders in a run directory
 EVALUATION = "evaluation"
 DOCTOR = "doctor"
+# The fields of job.yaml and opened.json that decide what is executed, cancelled or printed. Without
+# them in the mark, another user could use a mark of an earlier run that had the same inode.
+NAMED = (
+    "job_id",
+    "recipe",
+    "arguments",
+    "root",
+    "options",
+    "script",
+    "log",
+    "job",
+    "process",
+)
 
 
 def launch_id(environ: environment.Environ) -> str:
@@ -98,16 +113,30 @@ def inside(run_dir: Path, name: str) -> Path:
     return run_dir / name if (run_dir / "config.yaml").exists() else run_dir
 
 
-def mark(run_dir: Path) -> dict[str, int]:
-    """For job.yaml and opened.json: binds them to their run directory. A copy has another inode,
-    which its author could not know, unlike its path.
+def marked(run_dir: Path, content: files.Json) -> files.Json:
+    """``content``, of job.yaml or opened.json, with a mark that binds it to its run directory. A
+    copy has another inode, and only this user has the key.
     """
-    return {"inode": run_dir.stat().st_ino}
+    return {**content, "mark": _mark(run_dir, content)}
 
 
 def is_marked(run_dir: Path, content: Mapping[str, Any]) -> bool:
-    """Whether a file with this content was written for ``run_dir``, and was not copied into it."""
-    return mark(run_dir).items() <= content.items()
+    """Whether this user has written this content for ``run_dir``, and it was not copied into it.
+    What a run of another user names is only shown, so its owner is believed.
+    """
+    if run_dir.stat().st_uid != os.geteuid():
+        return True
+    mark = _mark(run_dir, content)
+    return mark != "" and mark == content.get("mark")
+
+
+def _mark(run_dir: Path, content: Mapping[str, Any]) -> str:
+    key = trust.user_key()
+    named = {name: content.get(name) for name in NAMED}
+    if named["job"]:
+        named["process"] = None  # only a run outside Slurm is ended by it
+    text = json.dumps([run_dir.stat().st_ino, named], sort_keys=True)
+    return hmac.new(key, text.encode(), "sha256").hexdigest() if key else ""
 
 
 def results(run_dir: Path) -> str:

@@ -303,7 +303,8 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     log = tmp_path / "mnist-1.out"
     run.mkdir(parents=True)
     log.write_text("no Python environment: activate yours before sbatch\n")
-    files.write_json(run / "job.yaml", {"job_id": "1", "log": str(log), **directory.mark(run)})
+    described = {"job_id": "1", "log": str(log)}
+    files.write_json(run / "job.yaml", directory.marked(run, described))
     assert explain([tmp_path / "runs"], Answers({"1": None})) == [
         "it never began; Slurm no longer knows job 1",
         f"{log} ends:",

@@ -168,9 +168,8 @@ def root(tmp_path: Path) -> Path:
             "arguments": ["lr=1"],
             "root": str(tmp_path),
             "log": f"{folder}/out",
-            **directory.mark(folder),
         }
-        files.write_json(folder / "job.yaml", about)
+        files.write_json(folder / "job.yaml", directory.marked(folder, about))
     attempts.begin(attempts.open_next(done, "mnist", {}), 0, own=False)
     directory.write_status(done, "done", attempt=0, step=20)
     best = {
@@ -444,7 +443,8 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
         attempt = attempts.open_next(folder, "mnist", {})
         facts = helpers.read(attempt.folder, "opened")
         facts["process"] |= {"pid": sleeper.pid, "started": attempts.start_time(sleeper.pid)}
-        files.write_json(attempt.folder / "opened.json", facts)
+        opened = directory.marked(folder, facts)
+        files.write_json(attempt.folder / "opened.json", opened)
         assert "was asked to save and end" in run_commands.cancel(runs.read(folder, None))
         assert sleeper.wait(10) == -signal.SIGTERM
         assert run_commands.cancel(runs.read(folder, None)) == "is not running: lost"
@@ -459,7 +459,8 @@ def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
     folder = root / "runs/mnist/12"
     ended = Line("COMPLETED", "", "", None, False, "")
     attempt = attempts.open_next(folder, "mnist", {})
-    files.write_json(attempt.folder / "opened.json", {**attempts.facts(folder), "job": "13"})
+    opened = directory.marked(folder, {**attempts.facts(folder), "job": "13"})
+    files.write_json(attempt.folder / "opened.json", opened)
     for jobs_in_slurm, job in (
         ({"12": ended, "13": RUNNING}, "13"),
         ({"12": PENDING, "13": ended}, "12"),
