@@ -68,9 +68,11 @@ def main(argv: list[str]) -> int:
     keys = parser.parse_keys(FileKeys, more)
     from recipes.core.train import trained  # it imports torch
 
-    place = Path(run) if Path(run).is_dir() else Path(".")
+    is_run = Path(run).is_dir()
+    place = Path(run) if is_run else Path(".")
     if not keys.out:
-        trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
+        # before it is read: its owner could exchange it meanwhile
+        trust.own_folder(place, "out", is_listed=is_run)
     model = trained.load(run)
     out = Path(keys.out or place / f"model.{kind}")
     folder = trust.resolved(out.parent)

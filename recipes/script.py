@@ -306,7 +306,7 @@ def run_rank(
 
 
 def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
-    trust.own_folder(log.parent)
+    trust.own_folder(log.parent, is_listed=False)
     return logs.copied_to(log)
 
 

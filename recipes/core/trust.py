@@ -11,6 +11,7 @@ import grp
 import os
 import pwd
 import secrets
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -112,12 +113,12 @@ def who_else_writes(status: os.stat_result, place: int | Path) -> str:
     return ""
 
 
-def _has_list(place: int | Path) -> bool:
+def _has_list(place: int | Path, kind: str = "access") -> bool:
     """Whether there is an access control list. The group's bits of the mode are then the most that
-    the list allows.
+    the list allows. kind: "default" for the list that new files get.
     """
     try:
-        return bool(os.getxattr(place, "system.posix_acl_access"))
+        return bool(os.getxattr(place, f"system.posix_acl_{kind}"))
     except OSError:
         return False
 
@@ -267,24 +268,41 @@ def problem_outside(path: Path) -> str:
     return "" if real.is_relative_to(ROOT) else who_else_can_change(real)
 
 
-def own_folder(folder: Path, key: str = "run_dir") -> None:
+def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> None:
     """Creates ``folder`` and its missing parents with the mode that the umask allows, or checks
-    that an existing ``folder`` belongs to this user.
+    that an existing ``folder`` belongs to this user, and so does each file, folder and link in it.
 
-    key: names it in messages. Raises OSError. Raises MachineError if the folder, or a link in its
-    path, belongs to another user, or if another user can write to a run directory. A group may
-    write to a data folder.
+    key: names it in messages. is_listed: False if its content is not checked, since each rank opens
+    the folder, or since it is no run directory. Raises OSError. Raises MachineError if the folder,
+    a link in its path or its content belongs to another user, or if another user can write to a run
+    directory. A group may write to a data folder, and have files there.
     """
     resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
-        place.mkdir(exist_ok=True)
+        # Mode 700 limits an inherited list until it is removed.
+        inherits = _has_list(place.parent, "default")
+        place.mkdir(0o700 if inherits else 0o777, exist_ok=True)
         _remove_lists(place)
     folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
     if not (is_own(folder, follow_symlinks=False) and is_own(folder)):
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
-    if key == "run_dir" and (problem := who_else_writes(folder.stat(), folder)):
+    status = folder.stat()
+    problem = who_else_writes(status, folder)
+    if key == "run_dir" and problem:
         raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")
+    is_of_trusted_group = status.st_mode & 0o020 and not problem
+    if is_listed and key != "data_dir" and not is_of_trusted_group:
+        _require_own_content(folder, key)
+
+
+def _require_own_content(folder: Path, key: str) -> None:
+    """Others may have had write permission before. Raises MachineError."""
+    for path in map(Path, os.scandir(folder)):
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of another process
+            if not is_own(path, follow_symlinks=False):
+                fix = f"remove it (rm -r {shlex.quote(str(path))}), or give another {key}="
+                raise MachineError(f"{key}: {path} belongs to another user; {fix}")
 
 
 def _remove_lists(folder: Path) -> None:

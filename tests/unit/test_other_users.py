@@ -395,7 +395,7 @@ def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, n
     folder = tmp_path / "run" / name
     folder.mkdir(parents=True)
     os.chown(folder, STRANGER, STRANGER)
-    refused = pytest.raises(MachineError, match="belongs to another user; give another run_dir=")
+    refused = pytest.raises(MachineError, match=r"belongs to another user; .*give another run_dir=")
     if name == "logs":
         with refused:
             trust.own_folder(folder)
@@ -415,6 +415,49 @@ def test_a_run_directory_that_a_group_can_write_to_is_refused(
     trust.own_folder(tmp_path, "data_dir")
     monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
     attempts.open_next(tmp_path, "toy", {})
+
+
+@as_root
+@pytest.mark.parametrize("name", ["model", "attempts/0000", "checkpoints/best", "doctor/reports"])
+def test_a_link_from_when_others_could_write_to_a_run_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_dir = tmp_path / "run"
+    link = run_dir / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    problem = f"run_dir: {link} belongs to another user; remove it \\(rm -r {link}\\), or give"
+    with pytest.raises(MachineError, match=problem):
+        trust.own_folder(link.parent)
+    trust.own_folder(link.parent, is_listed=False)
+    trust.own_folder(link.parent, "data_dir")
+    os.chown(link.parent, -1, STRANGER)
+    link.parent.chmod(0o2775)
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    trust.own_folder(link.parent)
+
+
+@as_root
+@pytest.mark.parametrize(
+    "opens",
+    [
+        lambda run_dir: attempts.open_next(run_dir, "toy", {}),
+        lambda run_dir: jobs.record(run_dir, b"", "7", "toy", []),
+        lambda run_dir: export.main([str(run_dir), "hf"]),
+        lambda run_dir: export.main([str(run_dir), "to=tensorboard"]),
+        lambda run_dir: run_commands.to_resume(replace(FAILED, folder=str(run_dir)), []),
+    ],
+)
+def test_what_opens_a_run_directory_refuses_a_planted_file(
+    tmp_path: Path, opens: Callable[[Path], object]
+) -> None:
+    jobs.record(tmp_path / "run", b"", "7", "toy", [])
+    planted = tmp_path / "run/config.yaml"
+    planted.write_text("lr: 9\n")
+    os.chown(planted, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match=r"config\.yaml belongs to another user; remove it"):
+        opens(tmp_path / "run")
 
 
 @as_root
@@ -609,9 +652,13 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
 
 
 def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    with monkeypatch.context() as before_removal, umask(0o077):
+        before_removal.setattr(trust, "_remove_lists", lambda folder: None)
+        trust.own_folder(tmp_path / "at first")
+    assert (tmp_path / "at first").stat().st_mode & 0o777 == 0o700  # also the most of the list
     with umask(0o077):
         trust.own_folder(tmp_path / "run")
         (tmp_path / "run/file").touch()
@@ -695,6 +742,7 @@ def test_resume_takes_its_words_from_a_file_of_this_user(tmp_path: Path) -> None
     jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
     assert "max_steps=1" in run_commands.to_resume(run, [])
     for change in (lambda path: os.chown(path, STRANGER, STRANGER), lambda path: path.chmod(0o666)):
+        (tmp_path / "job.yaml").unlink()
         jobs.record(tmp_path, b"#!/bin/bash\n", "7", "toy", ["max_steps=1"])
         change(tmp_path / "job.yaml")
         with pytest.raises(MachineError, match=r"job\.yaml: .*so it is not executed"):

@@ -188,7 +188,7 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         raise InputError(f"{places}: give the same run_dir= on all machines")
     path = mine / directory.EVALUATION if is_evaluation else mine
     if world.rank != 0:
-        trust.own_folder(path / "logs")
+        trust.own_folder(path / "logs", is_listed=False)
     return attempts.Attempt(path, int(number)), was_done
 
 
@@ -207,8 +207,8 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
         problem = in_use.check(attempt, os.environ, wait_s)
         if problem:
             raise InputError(problem)
-        for name in ("logs", "checkpoints"):
-            trust.own_folder(path / name)
+        trust.own_folder(path / "logs", is_listed=False)  # it has a file of each rank
+        trust.own_folder(path / "checkpoints")
     status = directory.read_status(path)
     return str(run_dir), path != run_dir, attempt.number, status.get("state") == "done"
 
