@@ -569,7 +569,7 @@ def test_what_a_rank_sends_is_not_executed(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["../../home/me/.ssh", "/etc/cron.d", "2026"])
+@pytest.mark.parametrize("name", ["../../home/me/.ssh", "/etc/cron.d", "..", "a-run-of-mine"])
 def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     """With run_dir= each rank knows its run directory."""
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
@@ -580,8 +580,10 @@ def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     attempt, _ = session.open_run_dir(start, world)
     assert attempt.folder == tmp_path / "run/attempts/0003"
     settings.run.run_dir = ""
-    with pytest.raises(InputError, match=r"^run_dir=.* here, run_dir=.* on rank 0: give the same"):
-        session.open_run_dir(start, world)
+    for sent[0] in (name, str(files.ROOT / "runs/toy" / name)):
+        problem = r"^run_dir=.* here, run_dir=.* on rank 0: give the same"
+        with pytest.raises(InputError, match=problem):
+            session.open_run_dir(start, world)
 
 
 @pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])

@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,10 @@ NAMED = (
     "job",
     "process",
 )
+
+
+# the name of a run without an ID, as `choose` makes it
+BY_TIME = re.compile(r"\d{8}-\d{6}-\d+", re.ASCII)
 
 
 def launch_id(environ: environment.Environ) -> str:

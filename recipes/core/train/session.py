@@ -182,8 +182,10 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
     )
     # without an ID, the name contains the time at which rank 0 began
-    mine = choose(run_id or Path(theirs).name)
-    if not (start.settings.run.run_dir or run_id) and str(mine) != theirs:
+    name = run_id or Path(theirs).name
+    mine = choose(name)
+    is_valid = directory.BY_TIME.fullmatch(name) and str(mine) == theirs
+    if not (start.settings.run.run_dir or run_id or is_valid):
         places = f"run_dir={mine} here, run_dir={shown(theirs)} on rank 0"
         raise InputError(f"{places}: give the same run_dir= on all machines")
     path = mine / directory.EVALUATION if is_evaluation else mine
