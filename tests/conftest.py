@@ -1,4 +1,4 @@
-"""What tests of several folders share: a Slurm cluster, and a umask that a test leaves as it
+"""What tests of several folders share: a Slurm cluster, and a process that a test leaves as it
 was.
 """
 
@@ -23,15 +23,17 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _umask() -> Iterator[None]:
+def _process() -> Iterator[None]:
     """Commands that are called in this process set it to 077 for their own files, and recipes that
-    begin in it block SIGUSR2.
+    begin in it block SIGUSR2 and let SIGINT end it.
     """
     before = os.umask(0o022)
     os.umask(before)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    interrupt = signal.getsignal(signal.SIGINT)
     yield
     os.umask(before)
+    signal.signal(signal.SIGINT, interrupt)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
