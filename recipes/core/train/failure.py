@@ -202,13 +202,13 @@ def fail(
         "moment": moment,
         "progress": moment - pulse.unchanged_s(),
     }
-    pulse.beat(pulse.read()[2])  # else its watchdog may end this rank before what follows
     with suppress(OSError):
         is_ending = bool(run.checkpoints.saver or asked)
         attempts.record(run.attempt, **record, is_ending=is_ending)
     if asked:
         with suppress(Exception):  # it only helps to find the cause
             positions.report(run.attempt, asked)
+    pulse.beat(pulse.read()[2])  # else its watchdog may end this rank before what follows
     if cause.kind.is_consequence:
         with suppress(Exception):  # it only helps to find a cause in NCCL
             _keep_flight_record(run)
