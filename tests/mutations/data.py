@@ -147,7 +147,7 @@ MUTATIONS = [
         "status.st_uid != os.geteuid()",
         "status.st_uid == -1",
         "code of jobs is kept in the folder of another user",
-        "tests/unit/test_other_users.py::test_a_clone_of_root_that_users_can_only_read",
+        "tests/unit/other_users/test_groups.py::test_a_clone_of_root_that_users_can_only_read",
     ),
     Mutation(
         "recipes/prepare.py",

@@ -76,7 +76,7 @@ MUTATIONS = [
         'torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in rng',
         'torch.load(io.BytesIO(part), map_location="cpu", weights_only=False) for part in rng',
         "a stranger in the place of a rank runs code in rank 0",
-        "tests/unit/test_other_users.py",
+        "tests/unit/other_users/test_read.py",
     ),
     Mutation(
         "recipes/core/train/agreement.py",

@@ -1,0 +1,312 @@
+"""Nothing is written through what another user has made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes import export, predict, prepare, report
+from recipes.core import errors, files, trust
+from recipes.core.data import pillow, text
+from recipes.core.errors import InputError, MachineError
+from recipes.core.launch import jobs, run_commands
+from recipes.core.run import attempt as attempts
+from recipes.core.run import (
+    command_line,
+    directory,
+    logs,
+)
+from recipes.core.train import resume, session, trained
+from tests import helpers
+from tests.unit.other_users.common import FAILED, STRANGER, as_root, set_list, umask
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "attempts", "logs"])
+def test_a_run_directory_that_another_user_has_made_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run" / name
+    folder.mkdir(parents=True)
+    os.chown(folder, STRANGER, STRANGER)
+    refused = pytest.raises(MachineError, match=r"belongs to another user; .*give another run_dir=")
+    if name == "logs":
+        with refused:
+            trust.own_folder(folder)
+    else:
+        with refused:
+            attempts.open_next(tmp_path / "run", "toy", {})
+
+
+@as_root
+def test_a_run_directory_that_a_group_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, -1, STRANGER)
+    tmp_path.chmod(0o2775)
+    with pytest.raises(MachineError, match=r"run_dir: .*: its group can write to it \(run chmod"):
+        attempts.open_next(tmp_path, "toy", {})
+    trust.own_folder(tmp_path, "data_dir")
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    attempts.open_next(tmp_path, "toy", {})
+
+
+@as_root
+@pytest.mark.parametrize("name", ["model", "attempts/0000", "checkpoints/best", "doctor/reports"])
+def test_a_link_from_when_others_could_write_to_a_run_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_dir = tmp_path / "run"
+    link = run_dir / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    problem = f"run_dir: {link} belongs to another user; remove it \\(rm -r {link}\\), or give"
+    with pytest.raises(MachineError, match=problem):
+        trust.own_folder(link.parent)
+    trust.own_folder(link.parent, is_listed=False)
+    trust.own_folder(link.parent, "data_dir")
+    os.chown(link.parent, -1, STRANGER)
+    link.parent.chmod(0o2775)
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
+    trust.own_folder(link.parent)
+
+
+@as_root
+@pytest.mark.parametrize(
+    "opens",
+    [
+        lambda run_dir: attempts.open_next(run_dir, "toy", {}),
+        lambda run_dir: jobs.record(run_dir, b"", "7", "toy", []),
+        lambda run_dir: export.main([str(run_dir), "hf"]),
+        lambda run_dir: export.main([str(run_dir), "to=tensorboard"]),
+        lambda run_dir: run_commands.to_resume(replace(FAILED, folder=str(run_dir)), []),
+    ],
+)
+def test_what_opens_a_run_directory_refuses_a_planted_file(
+    tmp_path: Path, opens: Callable[[Path], object]
+) -> None:
+    jobs.record(tmp_path / "run", b"", "7", "toy", [])
+    planted = tmp_path / "run/config.yaml"
+    planted.write_text("lr: 9\n")
+    os.chown(planted, STRANGER, STRANGER)
+    with pytest.raises(MachineError, match=r"config\.yaml belongs to another user; remove it"):
+        opens(tmp_path / "run")
+
+
+@as_root
+def test_metrics_are_not_exported_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "run/attempts").mkdir(parents=True)
+    (tmp_path / "run/summary.json").symlink_to(tmp_path / "secret.json")
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="belongs to another user"):
+        export.main([str(tmp_path / "run"), "to=tensorboard"])
+    assert sorted(os.listdir(tmp_path / "run")) == ["attempts", "summary.json"]
+
+
+def test_predictions_are_not_written_through_a_planted_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".bashrc").write_text("mine")
+    (tmp_path / "out.csv").symlink_to(tmp_path / ".bashrc")
+    model = SimpleNamespace(classes=["a"], path="x")
+    monkeypatch.setattr(trained, "load", lambda run, device: model)
+    (tmp_path / "a.png").touch()
+    monkeypatch.setattr(predict, "answers", lambda model, paths, faults: [(paths[0], [1.0])])
+    predict.main(["run", str(tmp_path / "a.png"), "--csv", str(tmp_path / "out.csv")])
+    assert (tmp_path / ".bashrc").read_text() == "mine"
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "file,class,a"
+    end, pipe = os.pipe()  # as with --csv /dev/stdout
+    predict.main(["run", str(tmp_path / "a.png"), "--csv", f"/dev/fd/{pipe}"])
+    assert os.read(end, 100).startswith(b"file,class,a")
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["html", "csv", "safetensors"])
+def test_a_typed_file_is_not_written_through_a_folder_link_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    attempts.open_next(tmp_path / "run", "toy", {})
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "shared"
+    link.symlink_to(tmp_path / "mine")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    out = f"{link}/out.{kind}"
+    monkeypatch.setattr(trained, "load", lambda *_: SimpleNamespace(classes=["a"], path="x"))
+    monkeypatch.setattr(export, "to_safetensors", lambda model: b"")
+    run = str(tmp_path / "run")
+    write, words = {
+        "html": (report.main, [run, f"html={out}"]),
+        "csv": (predict.main, [run, str(tmp_path / "a.png"), "--csv", out]),
+        "safetensors": (export.main, [run, kind, f"out={out}"]),
+    }[kind]
+    with pytest.raises(MachineError, match="shared: is a link of another user"):
+        write(words)
+    assert not [*(tmp_path / "mine").iterdir()]
+
+
+def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to(tmp_path / "authorized_keys")
+    with (
+        pytest.raises(MachineError, match=r"rank0\.log cannot be written"),
+        logs.copied_to(tmp_path / "rank0.log"),
+    ):
+        pass
+    assert not (tmp_path / "authorized_keys").exists()
+
+
+@pytest.mark.parametrize("name", ["../../home/me/.ssh", "/etc/cron.d", "..", "a-run-of-mine"])
+def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
+    """With run_dir= each rank knows its run directory."""
+    settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
+    ranks = SimpleNamespace(rank=1, run_id=None)
+    start: Any = SimpleNamespace(settings=settings, ranks=ranks)
+    sent = [name, False, 3, False]
+    world: Any = SimpleNamespace(rank=1, from_rank_0=lambda purpose, work: sent)
+    attempt, _ = session.open_run_dir(start, world)
+    assert attempt.folder == tmp_path / "run/attempts/0003"
+    settings.run.run_dir = ""
+    for sent[0] in (name, str(files.ROOT / "runs/toy" / name)):
+        problem = r"^run_dir=.* here, run_dir=.* on rank 0: give the same"
+        with pytest.raises(InputError, match=problem):
+            session.open_run_dir(start, world)
+
+
+@pytest.mark.parametrize("name", ["../x.pt", "/x/step-00000001.pt", "config.yaml"])
+def test_what_rank_0_sends_names_no_file(tmp_path: Path, name: str) -> None:
+    settings = SimpleNamespace(run=SimpleNamespace(resume=f"{tmp_path}/mine.pt"))
+    checkpoints = tmp_path / "run/checkpoints"
+    context: Any = SimpleNamespace(settings=settings, folder=checkpoints)
+    assert resume.at(context, 0, "step-00000001.pt") == checkpoints / "step-00000001.pt"
+    assert resume.at(context, 3, "mine.pt") == tmp_path / "mine.pt"
+    with pytest.raises(InputError, match="which is not a checkpoint"):
+        resume.at(context, 0, name)
+
+
+@as_root
+def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) -> None:
+    for place in (tmp_path / "mine", tmp_path / "theirs"):
+        place.symlink_to(tmp_path / "target")
+    os.chown(tmp_path / "theirs", STRANGER, STRANGER, follow_symlinks=False)
+    chosen = directory.choose(str(tmp_path / "mine/run"), "toy", None, tmp_path)
+    assert chosen == tmp_path / "target/run"
+    for path in ("theirs", "theirs/run"):
+        with pytest.raises(MachineError, match=r"theirs: is a link of another user"):
+            directory.choose(str(tmp_path / path), "toy", None, tmp_path)
+    second = f"{tmp_path}/second"
+    Path(second).symlink_to("theirs")
+    with pytest.raises(MachineError, match="is a link of another user"):
+        command_line.parse([f"run_dir={second}"], recipe="toy").absolute(
+            {"run_dir": second}, tmp_path
+        )
+
+
+def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    with monkeypatch.context() as before_removal, umask(0o077):
+        before_removal.setattr(trust, "_remove_lists", lambda folder: None)
+        trust.own_folder(tmp_path / "at first")
+    assert (tmp_path / "at first").stat().st_mode & 0o777 == 0o700  # also the most of the list
+    with umask(0o077):
+        trust.own_folder(tmp_path / "run")
+        (tmp_path / "run/file").touch()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run/file").stat().st_mode & 0o777 == 0o600
+    assert os.listxattr(tmp_path / "run") == []
+
+
+@as_root
+def test_the_doctor_writes_no_verdict_into_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    words = ["-m", "recipes.doctor", "device=cpu", f"run_dir={tmp_path}/run"]
+    assert "belongs to another user" in helpers.run([sys.executable, *words]).expect(3).out
+
+
+def test_a_submission_makes_no_folder_with_an_inherited_list(tmp_path: Path) -> None:
+    set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    with umask(0o077):
+        jobs.record(tmp_path / "me/run", b"", "7", "toy", [])
+    for name in ("me", "me/run"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+        assert os.listxattr(tmp_path / name) == []
+
+
+@as_root
+def test_data_are_not_written_through_a_link_of_another_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "index.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    link = tmp_path / "data/cifar10"
+    link.symlink_to(mine)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    for split in ("train", "test"):
+        (tmp_path / "source" / split / "a").mkdir(parents=True)
+    words = ["cifar10", f"data_dir={tmp_path}/data", f"source={tmp_path}/source"]
+    assert prepare.main(words) == errors.EXIT_MACHINE
+    assert "cifar10: is a link of another user; give the folder itself" in capsys.readouterr().err
+    assert (mine / "index.json").read_text() == "{}"
+
+
+@as_root
+def test_a_folder_for_data_is_not_behind_a_link_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "mine/text").mkdir(parents=True)
+    link = tmp_path / "data"
+    link.symlink_to(tmp_path / "mine")
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(MachineError, match="data: is a link of another user"):
+        trust.own_folder(link / "text", "data_dir")
+
+
+@as_root
+def test_copied_data_has_no_file_behind_a_link_of_another_user(tmp_path: Path) -> None:
+    """Else `recipes.prepare` copies a file that only this user can read into a shared folder."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a secret")
+    source = tmp_path / "source"
+    (source / "own").mkdir(parents=True)
+    (source / "own/a.txt").write_text("a text")
+    (source / "file.txt").symlink_to(secret)
+    (source / "folder").symlink_to(tmp_path)
+    (source / "to_own.txt").symlink_to("own/a.txt")
+    # the kernel follows a link before the dots behind it
+    (source / "own/deeper").mkdir()
+    (source / "own/hop.txt").symlink_to(secret)
+    (source / "hop.txt").write_text("a text")
+    (source / "deeper").symlink_to("own/deeper")
+    (source / "dots.txt").symlink_to("deeper/../hop.txt")
+    (source / "dots_to_own.txt").symlink_to("deeper/../a.txt")
+    for path in (source, *source.rglob("*")):
+        os.lchown(path, STRANGER, STRANGER)
+
+    for name in ("file.txt", "folder/secret.txt", "dots.txt"):
+        with pytest.raises(MachineError, match="is a link of another user"):
+            list(text._documents(source / name))
+        with pytest.raises(MachineError, match="is a link of another user"):
+            pillow.read_file(source / name, trust.without_links_of_others)
+    for name in ("to_own.txt", "dots_to_own.txt"):
+        assert list(text._documents(source / name)) == ["a text"]
+
+
+@as_root
+def test_a_model_is_not_written_into_a_run_of_another_user(tmp_path: Path) -> None:
+    """Its owner could replace it by a link to a run of this user while the model is loaded."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.chown(tmp_path / "run", STRANGER, STRANGER)
+    os.lchown(tmp_path / "link", STRANGER, STRANGER)
+    with pytest.raises(MachineError, match="run belongs to another user; give another out="):
+        export.main([str(tmp_path / "run"), "safetensors"])
+    with pytest.raises(MachineError, match="link: is a link of another user"):
+        export.main([str(tmp_path / "link"), "safetensors"])
