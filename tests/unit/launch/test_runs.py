@@ -528,3 +528,23 @@ def test_damaged_values_are_left_out_of_the_table(
     assert "NaN" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--json: launch\.py logs does not support it"):
         run_commands.command(["logs", "--json", "x"], root, {})
+
+
+def test_a_watched_table_asks_slurm_again_each_time(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begun(root / "runs/toy/12", job="12")
+    queue = iter([{"12": PENDING}, {"12": RUNNING}])
+    monkeypatch.setattr(run_commands.client, "mine", lambda: next(queue, {}))
+    pauses = iter([None])
+
+    def sleep(seconds: float) -> None:
+        if seconds == run_commands.WATCH_S:
+            next(pauses)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(StopIteration):
+        run_commands.show([str(folder), "watch"], root)
+    first, second = capsys.readouterr().out.split("\033[2J")[1:]
+    assert "running" not in first
+    assert "running" in second

@@ -42,9 +42,15 @@ def test_a_job_that_is_killed_while_it_unpacks_leaves_no_environment(
     monkeypatch.setattr(subprocess, "run", killed)
     folder = tmp_path / "unpacked/environment-1"
     folder.parent.mkdir(mode=0o700)
+    archive = tmp_path / "environment.tar"
     with pytest.raises(KeyboardInterrupt):
-        unpack.unpack(folder, tmp_path / "environment.tar")
+        unpack.unpack(folder, archive)
     assert not folder.exists()
+    monkeypatch.undo()
+    with tarfile.open(archive, "w") as file:
+        file.add(__file__, unpack.PYTHON)
+    unpack.unpack(folder, archive)  # its rest is in no later job's way
+    assert (folder / unpack.PYTHON).exists()
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:

@@ -140,17 +140,18 @@ def test_a_program_that_prefers_another_signal_gets_it_at_once_after_one_to_all(
     assert run.end() == [USR1]
 
 
+@pytest.mark.parametrize("number", [USR1, USR2])
 def test_a_program_that_catches_nothing_continues_and_gets_its_signal_when_it_does(
-    program: Callable[..., Program],
+    program: Callable[..., Program], number: signal.Signals
 ) -> None:
     run = program()
-    run.supervisor.received(USR1)
+    run.supervisor.received(number)
     run.supervisor.look()
     assert run.supervisor.stop == ""
     assert run.view.told == []
     run.catch(USR2)
     run.supervisor.look()
-    assert run.supervisor.stop == "SIGUSR1"
+    assert run.supervisor.stop == number.name
     assert run.end() == [USR2]
 
 
