@@ -239,6 +239,22 @@ def test_keys_come_first_and_the_summary_last(run_dir: Path) -> None:
     assert list(helpers.read(run_dir, "exported")) == ["tensorboard"]  # whatever project=
 
 
+def test_each_tracker_gets_the_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    train(run_dir, 0, 0, 4)
+    sent = []
+    for to in ("wandb", "mlflow", "wandb"):
+        monkeypatch.setitem(trackers.TRACKERS, to, lambda new: (new.id, str(len(new.values))))
+        sent.append(trackers.export(run_dir, to, "").partition("; ")[0])
+    first = sent[0].partition(": ")[2]
+    assert first.startswith("3 rows")
+    assert [line.partition(": ")[2] for line in sent] == [
+        first,
+        first,
+        "nothing new for wandb mnist",
+    ]
+
+
 def test_rows_that_were_replaced_are_refused(run_dir: Path) -> None:
     """The newest checkpoint was damaged, or resume= names an earlier one."""
     train(run_dir, 0, 0, 8)
