@@ -655,6 +655,17 @@ def test_only_rank_0_asks_for_the_saves_by_time(tmp_path: Path) -> None:
     assert not run.checkpoints.is_due()
 
 
+def test_any_save_postpones_the_next_save_by_time(tmp_path: Path) -> None:
+    _, run = Trained(tmp_path).run(checkpoint_every_s=60.0)
+    run.checkpoints._saved_at -= 59.0
+    with pytest.raises(ValueError, match="process group"):  # the run has ended
+        run.checkpoints.save()
+    run.checkpoints._saved_at -= 2.0
+    assert not run.checkpoints.is_due()
+    run.checkpoints._saved_at -= 60.0
+    assert run.checkpoints.is_due()
+
+
 def test_an_error_names_the_line_of_the_recipe() -> None:
     with pytest.raises(AttributeError) as caught:
         scores.accuracy(cast(Run, None), cast(Any, None))

@@ -316,6 +316,8 @@ def test_a_sample_that_is_skipped_again_counts_once() -> None:
     assert {int(label) for part in loader.epoch(0) for label in part.data} == {-1}
     assert lines == ["'the same' cannot be read (is gone) and is skipped"]
     assert loader.skipped == {"the same"}
+    loader.skipped |= {f"of another epoch {n}" for n in range(torch_loader.MOST_SKIPPED)}
+    assert list(loader.epoch(1))  # they do not count again
 
 
 def test_texts_cannot_be_cut_into_pieces() -> None:

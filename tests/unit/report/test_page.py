@@ -366,6 +366,7 @@ def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
         ([0.0], (0, 1)),
         ([0.0, 0.0], (0, 1)),
         ([2.0, 2.0], (1.8, 2.2)),
+        ([-2.0, -2.0], (-2.2, -1.8)),
     ],
 )
 def test_equal_values_have_an_axis_of_the_same_sign(
@@ -375,7 +376,7 @@ def test_equal_values_have_an_axis_of_the_same_sign(
     points = list(enumerate(values))
     labels = re.findall(r">(-?[0-9.]+)</text>", figure.figure("", ("", ""), [("", points, "")]))
     assert len(labels) >= 4
-    assert min(map(float, labels)) >= 0
+    assert min(map(float, labels)) >= min(0, ends[0])
 
 
 def contrast(colour: str, ground: str) -> float:

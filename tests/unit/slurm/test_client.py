@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -278,3 +280,18 @@ def test_a_slow_controller_does_not_keep_a_user_waiting(
 def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
     (job,) = jobstate.parse(f"JobId=7 {fields}")
     assert job.all_gpus == expected
+
+
+def test_the_limit_of_a_call_counts_all_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    limits: list[float] = []
+
+    def fail(command: Sequence[str], *, timeout: float, **_: object) -> object:
+        limits.append(timeout)
+        clock.now += 2.0
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    client._call("scontrol", timeout_s=4.0)
+    assert limits == [4.0, 2.0, 1.0]
