@@ -156,4 +156,18 @@ MUTATIONS = [
         "a download with another SHA-256 is accepted",
         "tests/unit/data/test_prepare.py::test_a_damaged_source_is_refused",
     ),
+    Mutation(
+        "recipes/core/data/torch_loader.py",
+        "if skipped and len(bad) > max(MOST_SKIPPED, FRACTION * seen):",
+        "if skipped and len(self.skipped) > max(MOST_SKIPPED, FRACTION * seen):",
+        "unreadable samples of all epochs together end the run",
+        "tests/unit/data/test_torch_loader.py::test_a_sample_that_is_skipped_again_counts_once",
+    ),
+    Mutation(
+        "recipes/core/report/figure.py",
+        "pad = abs(low) * 0.1",
+        "pad = low * 0.1",
+        "the page of a run with a constant negative metric cannot be made",
+        "tests/unit/report/test_page.py",
+    ),
 ]

@@ -210,4 +210,18 @@ MUTATIONS = [
         "a program that always fails is started again restarts= times",
         "tests/unit/launch/test_restart.py::test_restarts_end_at_their_number_and_without_progress",
     ),
+    Mutation(
+        "recipes/core/launch/unpack.py",
+        "            shutil.rmtree(part, ignore_errors=True)\n            part.mkdir()\n",
+        "            part.mkdir()\n",
+        "after a job was killed while it unpacked, no job can use environment= on that node",
+        "tests/unit/launch/test_unpack.py",
+    ),
+    Mutation(
+        "recipes/core/launch/run_commands.py",
+        "        of_run = functools.partial(of_run, jobs=client.mine())\n",
+        "",
+        "runs watch shows the queue as it was at its start",
+        "tests/unit/launch/test_runs.py::test_a_watched_table_asks_slurm_again_each_time",
+    ),
 ]

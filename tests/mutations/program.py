@@ -95,4 +95,11 @@ MUTATIONS = [
         "a program that never saves is requeued max_requeues= times",
         "tests/unit/run/test_saves.py",
     ),
+    Mutation(
+        "recipes/core/program/supervise.py",
+        "ends = number not in (signal.SIGUSR1, signal.SIGUSR2)",
+        "ends = number != signal.SIGUSR1",
+        "SIGUSR2 ends a program that does not catch it",
+        "tests/unit/program/test_supervise.py",
+    ),
 ]

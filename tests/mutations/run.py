@@ -183,4 +183,25 @@ MUTATIONS = [
         "code.diff is the difference from another commit, and the run cannot be reproduced",
         "tests/unit/launch/test_snapshot.py",
     ),
+    Mutation(
+        "recipes/core/slurm/client.py",
+        "timeout=max(1.0, end - time.monotonic()),",
+        "timeout=timeout_s,",
+        "a call of Slurm that fails and then hangs takes longer than its limit",
+        "tests/unit/slurm/test_client.py::test_the_limit_of_a_call_counts_all_its_tries",
+    ),
+    Mutation(
+        "recipes/core/run/ledger.py",
+        'is_requeue = place > 0 and fact.get("job") == facts[place - 1].get("job")',
+        'is_requeue = place > 0 and fact.get("job") == facts[0].get("job")',
+        "the hang of a second job counts as queue",
+        "tests/unit/run/test_ledger.py",
+    ),
+    Mutation(
+        "recipes/core/run/trackers.py",
+        "files.write_json(folder / POSITION, {**known, place: position})",
+        "files.write_json(folder / POSITION, {place: position})",
+        "after an export to a second tracker, the first one gets all rows twice",
+        "tests/unit/run/test_trackers.py::test_each_tracker_gets_the_rows_once",
+    ),
 ]

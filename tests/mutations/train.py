@@ -321,4 +321,11 @@ MUTATIONS = [
         "tests/distributed/recipes/test_imagenet.py::"
         "test_validation_images_equal_torchvisions_presets",
     ),
+    Mutation(
+        "recipes/core/train/saving.py",
+        "self._saved_at = self.world.clock.now()\n        self.world.pulse",
+        "self.world.pulse",
+        "checkpoint_every_s= saves again soon after another save",
+        "tests/distributed/train/test_loop.py::test_any_save_postpones_the_next_save_by_time",
+    ),
 ]

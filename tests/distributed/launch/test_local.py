@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -308,17 +307,3 @@ sys.exit(local.run(["bash", "-c", {save!r}], local.Layout((1,)), None, "mnist", 
     ended = helpers.run([sys.executable, "-c", code])
     assert (tmp_path / "saved").exists(), ended.out
     assert ended.status == 75, ended.out
-
-
-@pytest.mark.parametrize(("node_rank", "number"), [(0, 1), (1, 9), (2, 11)])
-def test_a_rank_is_named_by_its_number_in_the_run(node_rank: int, number: int) -> None:
-    """On machines with different numbers of ranks."""
-    layout = local.Layout((8, 2, 3), node_rank)
-    ranks = []
-    for status in (0, 7):
-        rank = subprocess.Popen(["sh", "-c", f"exit {status}"])
-        rank.wait()
-        ranks.append(rank)
-    end = local._end(ranks, 1, None, cast(Any, SimpleNamespace(count=0)), layout)
-    assert end.reason.startswith(f"rank {number} on ")
-    assert end.exit_status == 7
