@@ -81,18 +81,23 @@ def user_key() -> bytes:
         home = Path.home()
         path = home / ".config/recipes/key"
         if not path.exists() and home.stat().st_uid == os.geteuid():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # with mode 600
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-                with contextlib.suppress(FileExistsError):  # another process has made it
-                    os.link(file.name, path)
+            _make_key(path)
         with open(path, "rb", opener=files.without_links) as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
     return b""
+
+
+def _make_key(path: Path) -> None:
+    """Nobody sees a part of the key. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # with mode 600
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another process has made it
+            os.link(file.name, path)
 
 
 def who_else_writes(status: os.stat_result, place: int | Path) -> str:
@@ -158,8 +163,10 @@ def who_else_can_change(path: Path) -> str:
     Root and the owner of this clone are trusted, and so are the groups of `_is_trusted_group`. For
     a path in the clone, folders above the clone do not count: who can change those can exchange all
     of the code. A sticky folder, such as /tmp, protects its content, and so does a folder that no
-    other user can enter, unless others can exchange it. path: of os.path.realpath; a link in it was
-    put there meanwhile. Raises OSError.
+    other user can enter, unless others can exchange it. path: as os.path.realpath
+    returns it; a link that another user has put into it since then is not followed.
+
+    Raises OSError.
     """
     problems = list[str]()
     for place in (path, *path.parents):
@@ -272,10 +279,12 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
     """Creates ``folder`` and its missing parents with the mode that the umask allows, or checks
     that an existing ``folder`` belongs to this user, and so does each file, folder and link in it.
 
-    key: names it in messages. is_listed: False if its content is not checked, since each rank opens
-    the folder, or since it is no run directory. Raises OSError. Raises MachineError if the folder,
-    a link in its path or its content belongs to another user, or if another user can write to a run
-    directory. A group may write to a data folder, and have files there.
+    key: names it in messages. is_listed: whether its content is checked; False for logs/, which
+    each rank opens, and for a folder that is no run directory.
+
+    Raises OSError. Raises MachineError if the folder, a link in its path or its content belongs to
+    another user, or if another user can write to a run directory. A group may write to a data
+    folder, and have files there.
     """
     resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +57,18 @@ def main(argv: list[str], python: str) -> int:
     job.
     """
     if argv[:1] == ["runs"]:  # a line of JSON for each run
-        return _main(argv, python, {})
+        return _main(argv, {}, python)
 
     def run(words: list[str], told: dict[str, Any]) -> int:
         # logs becomes tail, whose output is no JSON: it gets --json too, and refuses it
-        return _main(argv if argv[:1] == ["logs"] else words, python, told)
+        return _main(argv if argv[:1] == ["logs"] else words, told, python)
 
     return command_line.with_json(argv, run)
 
 
-def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
+def _main(argv: list[str], told: dict[str, Any], python: str) -> int:
     """Runs a command line without ``--json``. told: gets its results."""
     checked = argv[:1] == ["check"]
-
-    def submit_one(words: list[str], results: dict[str, Any]) -> int:
-        return _main(words, python, results)
-
     try:
         before_dashes = command_line.before_dashes(argv)
         if not argv or {"-h", "--help", "help"} & set(before_dashes):
@@ -84,7 +81,7 @@ def _main(argv: list[str], python: str, told: dict[str, Any]) -> int:
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
         if argv[0] == "scale":
-            return scale.scale(argv[1:], home, submit_one, told)
+            return scale.scale(argv[1:], home, partial(_main, python=python), told)
         if argv[0] in run_commands.COMMANDS:
             return run_commands.command(argv, home, told)
         settings = command_line.parse(argv[1:] if checked else argv)

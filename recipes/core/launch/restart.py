@@ -137,7 +137,7 @@ def _bad_nodes(nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Envi
 
 def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
     """Asks the nodes for an answer as soon as a rank has failed, for the restart. Ends the step if
-    srun goes on although a rank has ended: a node does not answer, and Slurm would notice that only
+    a rank has ended and srun has not: then a node does not answer, and Slurm finds that out only
     after minutes. srun: its process ID.
     """
     asking = None

@@ -20,16 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recipes.core.config.job_keys import Launcher
 from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
+from recipes.core.files import Json
 from recipes.core.launch import runs
 from recipes.core.run import command_line, efficiency, record, rows
 from recipes.core.run.rows import number
 
-Told = dict[str, Any]  # the results of a command, for --json
-Submit = Callable[[list[str], Told], int]  # submits a job by the words of launch.py
+# Submits a job by the words of launch.py, and adds its results, for --json, to a dictionary.
+Submit = Callable[[list[str], Json], int]
 
 BACKWARD = 2 / 3  # the backward pass's share of forward and backward; on a GPU it hides the ring
 ASSUMED = (
@@ -39,7 +39,7 @@ ASSUMED = (
 )
 
 
-def scale(words: Sequence[str], root: Path, submit: Submit, told: Told) -> int:
+def scale(words: Sequence[str], root: Path, submit: Submit, told: Json) -> int:
     """Runs the command. told: gets the runs that were submitted. Returns the exit status. Raises
     ConfigError, InputError, MachineError.
     """
@@ -74,7 +74,7 @@ def scale(words: Sequence[str], root: Path, submit: Submit, told: Told) -> int:
     return EXIT_DONE
 
 
-def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, told: Told) -> int:
+def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, told: Json) -> int:
     counts = _counts("nodes", keys.pop("nodes", ""))
     if "run_dir" in keys:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
@@ -87,7 +87,7 @@ def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, to
         if weak:
             keys["global_batch_size"] = str(batch * count // counts[0])
         chosen = {**keys, "nodes": count, "run_dir": place / f"nodes-{count}"}
-        submitted = Told()
+        submitted = Json()
         status = submit([f"{name}={value}" for name, value in chosen.items()], submitted)
         told.setdefault("runs", []).extend(submitted.get("runs", ()))
         if status:

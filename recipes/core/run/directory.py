@@ -34,8 +34,6 @@ NAMED = (
     "job",
     "process",
 )
-
-
 # the name of a run without an ID, as `choose` makes it
 BY_TIME = re.compile(r"\d{8}-\d{6}-\d+", re.ASCII)
 

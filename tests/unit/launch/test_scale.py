@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.launch import scale
 from recipes.core.launch.scale import Link, Measured
@@ -56,12 +57,12 @@ def run(folder: Path, ranks: int, speed: float, **changed: Any) -> Path:
 def submitted(words: list[str], tmp_path: Path) -> list[list[str]]:
     submissions = list[list[str]]()
 
-    def submit(words: list[str], told: scale.Told) -> int:
+    def submit(words: list[str], told: files.Json) -> int:
         submissions.append(words)
         told["runs"] = [words[-1]]
         return 0
 
-    told = scale.Told()
+    told = files.Json()
     assert scale.scale(words, tmp_path, submit, told) == 0
     assert told.get("runs", []) == [words[-1] for words in submissions]
     return submissions
