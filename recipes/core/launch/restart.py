@@ -156,7 +156,6 @@ def watch(attempt: Attempt, srun: int, environ: Environ) -> None:
         if ended_at is not None and time.monotonic() - ended_at > lag_s:
             say(f"a rank has failed, but srun has not ended after {lag_s:g} s: the step is ended")
             client.kill_steps(environment.job_id(environ))
-            time.sleep(1.0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(srun, signal.SIGKILL)
             break

@@ -46,7 +46,7 @@ from recipes.core.run import (
 )
 from recipes.core.train import flight, torch_errors
 from recipes.core.train.run import Run
-from recipes.core.train.world import POLL_S
+from recipes.core.train.world import BEHIND_S, POLL_S
 from recipes.core.slurm import client, environment
 
 FENCE_S = in_use.HEARTBEAT_S  # between two checks of the run directory's owner
@@ -135,11 +135,12 @@ def watch_peers(run: Run, over: threading.Event) -> None:
             since = world.clock.now()
         elif run.failing.locked():
             return  # another thread already ends this rank
-        elif world.size > 1 and world.clock.now() - since > _patience_s(run):
+        elif world.size > 1 and world.clock.now() - since > _patience_s(run) - BEHIND_S:
             behind = world.behind()
             # if no rank is behind, the network is the cause
             waits = behind or now[2] == watchdog.WAITING
-            if waits and world.pulse.read() == last and run.failing.acquire(blocking=False):
+            is_over = world.clock.now() - since > _patience_s(run) and world.pulse.read() == last
+            if waits and is_over and run.failing.acquire(blocking=False):
                 _time_out(run, behind)
 
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 POLL_S = 0.2
 SEEN_S = 60.0  # maximum wait until another node sees a file that rank 0 has written or chosen
 PULSE_S = 1.0  # between two reports of a rank's progress
+BEHIND_S = 2.5 * PULSE_S  # between the two questions of `behind`
 # torch's timeouts also count the time in which a job is suspended. Therefore this one is too long
 # to expire, and `RunningClock` measures timeout_s. A longer one overflows: torch passes
 # milliseconds to poll(2) as an int.
@@ -282,15 +283,15 @@ class World:
         """Another rank that no longer reports, otherwise the rank that is furthest behind: its
         rank, host and place.
 
-        None if there is no such rank. It takes up to `4 * PULSE_S`. A rank calls it when it timed
-        out waiting for the others.
+        None if there is no such rank. It takes `BEHIND_S`, at most `1.5 * PULSE_S` longer. A rank
+        calls it when it has waited long for the others.
         """
         answers: list[list[list[int]]] = []
 
         def ask() -> None:
             names = [f"pulse/{rank}" for rank in range(self.size)]
             with contextlib.suppress(dist.DistError):
-                for wait_s in (0.0, 2.5 * PULSE_S):
+                for wait_s in (0.0, BEHIND_S):
                     time.sleep(wait_s)
                     pulses = self.store.multi_get(names)
                     answers.append([list(map(int, text.split())) for text in pulses])
@@ -298,7 +299,7 @@ class World:
         # The store ends with rank 0, and then may not answer.
         asking = threading.Thread(target=ask, name="behind", daemon=True)
         asking.start()
-        asking.join(4 * PULSE_S)
+        asking.join(BEHIND_S + 1.5 * PULSE_S)
         if len(answers) < 2:
             unknown = {"rank": 0, "host": self.hosts[0], "at": "an unknown step"}
             return unknown if self.rank else None

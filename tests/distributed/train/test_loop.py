@@ -420,7 +420,7 @@ DATA = watchdog.DATA
 def test_the_rank_that_is_behind_is_named(
     first: Any, second: Any, named: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worlds, "PULSE_S", 0.1)
+    monkeypatch.setattr(worlds, "BEHIND_S", 0.25)
     answers = []
     for reports in (first, second):
         answers.append([" ".join(map(str, report)).encode() for report in reports])
@@ -877,3 +877,32 @@ def test_a_wait_without_a_rank_behind_times_out_as_a_network_problem(
         assert asked == ({0: "a"} if lost else {0: "a", 1: "b", 2: "b"})
     keys.timeout_s = 0.5
     assert failure._patience_s(run) == 0.5  # also if a node is lost
+
+
+def test_a_wait_ends_after_timeout_s_although_the_question_who_is_behind_takes_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time_s = 0.0
+
+    def later(seconds: float) -> bool:
+        nonlocal time_s
+        time_s += seconds
+        return False
+
+    def behind() -> dict[str, int]:
+        later(worlds.BEHIND_S)
+        return {"rank": 1}
+
+    def end(run: Run, behind: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(failure, "_time_out", end)
+    world = SimpleNamespace(size=2, behind=behind, links=NodeLinks())
+    world.pulse = SimpleNamespace(read=lambda: (1, 7, watchdog.FORWARD))
+    world.clock = SimpleNamespace(now=lambda: time_s)
+    keys = SimpleNamespace(timeout_s=60.0)
+    run: Any = SimpleNamespace(world=world, keys=keys, failing=threading.Lock())
+    over: Any = SimpleNamespace(wait=later)
+    with pytest.raises(TimeoutError):
+        failure.watch_peers(run, over)
+    assert 60.0 < time_s <= 60.0 + worlds.POLL_S * 2
