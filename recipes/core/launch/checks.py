@@ -241,10 +241,11 @@ def require_within(job: jobs.Job, partition: client.Partition) -> None:
     time = job.directives["time"]
     time_s = durations.seconds(time)
     most_s = durations.seconds(partition.max_time)
+    nodes = int(job.directives["nodes"].partition("-")[0])  # of a range, the fewest
     if time_s and most_s and time_s > most_s:
         problem = f"time={time}: exceeds the limit {partition.max_time}"
-    elif partition.max_nodes is not None and (job.keys.nodes or 1) > partition.max_nodes:
-        problem = f"nodes={job.keys.nodes}: exceeds the limit {partition.max_nodes}"
+    elif partition.max_nodes is not None and nodes > partition.max_nodes:
+        problem = f"nodes=, spare=: {nodes} nodes exceed the limit {partition.max_nodes}"
     else:
         return
     raise MachineError(

@@ -159,9 +159,10 @@ class Record:
             name = files.read_bounded(self.folder / "checkpoints" / "best", LONGEST_NAME).decode()
             step = int(name.strip().removeprefix("step-").removesuffix(".pt"))
             for attempt in self.attempts:  # a later one repeats the steps after its begin
-                if rows.number(attempt.facts().get("step")) < step:
+                if rows.number(attempt.facts().get("step")) <= step:
                     _, row = rows.around(self.folder, attempt.number, step)
-                    return row if row.get("step") == step else {}
+                    if row.get("step") == step:
+                        return row
         return {}
 
     @property

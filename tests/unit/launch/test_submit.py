@@ -95,8 +95,14 @@ PartitionName=short
         ),
         (("time=11",), "short", "time=11: exceeds the limit 00:10:00 of partition short"),
         (("time=10", "nodes=3", "partition=short"), "", ""),
-        (("time=11", "nodes=3"), "", "nodes=3: exceeds the limit 2 of partition main"),
+        (("nodes=3",), "", "nodes=, spare=: 3 nodes exceed the limit 2 of partition main"),
+        (
+            ("nodes=2", "spare=1", "restarts=1"),
+            "",
+            "nodes=, spare=: 3 nodes exceed the limit 2 of partition main",
+        ),
         (("time=11", "nodes=2"), "", ""),
+        (("gpus=3",), "", ""),
         (("time=11", "nodes=3", "partition=main,short"), "", ""),
     ],
 )
