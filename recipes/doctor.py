@@ -86,8 +86,12 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
 
 def run(argv: list[str]) -> int:
     """Runs a command line. Returns the exit status."""
+    return command_line.with_json(argv, _run)
+
+
+def _run(words: list[str], told: dict[str, Any]) -> int:
     try:
-        return command_line.with_json(argv, main)
+        return main(words, told)
     except BrokenPipeError:
         raise
     except OSError as error:

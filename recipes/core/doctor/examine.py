@@ -222,7 +222,8 @@ def _stand_by(reports: Reports, info: RankInfo, run_dir: Path, deadline: float, 
             deadline = end
             alive = reports.collect(range(info.num_nodes), Stage.final, 0)
             final = [node for node, report in alive.items() if stage_of(report) >= Stage.final]
-            if info.node_rank == min(final):
+            # another node may judge just now, and remove the reports
+            if info.node_rank == min(final, default=None):
                 return give_verdict(reports, _hosts(info), run_dir, 0)
         time.sleep(POLL_S)
     return errors.EXIT_DONE

@@ -87,7 +87,7 @@ def copies(device: torch.device, other: torch.device) -> dict[str, float]:
 
 
 def product_speed(device: torch.device) -> float:
-    """TFLOP/s of products of random numbers in bfloat16, or in float16 on GPUs without bfloat16.
+    """TFLOP/s of products of random matrices in bfloat16, or in float16 on GPUs without bfloat16.
     Equal numbers would take less power.
     """
     with torch.cuda.device(device):

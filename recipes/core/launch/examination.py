@@ -33,7 +33,7 @@ def examine(recipe: str, resubmits: int, environ: Environ) -> int:
     """Runs the doctor on the nodes of the job.
 
     resubmits: how often the job may be requeued without bad nodes. Returns 0 if the nodes are
-    healthy; else 3, after requeueing the job without the bad nodes if it may.
+    healthy; else 3, after noting the bad nodes and requeueing the job without them, if it may.
     """
     spec = specs.of_job(environ)
     if not spec:
@@ -52,7 +52,8 @@ def examine(recipe: str, resubmits: int, environ: Environ) -> int:
         bad = ",".join(verdict["exclude"])
         with contextlib.suppress(OSError):
             bad_nodes.remember(source.home(ROOT), environment.cluster(environ), verdict["exclude"])
-        line = f"bad nodes: {bad}; {requeue_without(bad, resubmits, run_dir, environ)}"
+        requeued = requeue_without(bad, resubmits, run_dir, environ)
+        line = f"bad nodes: {bad}; {requeued}"
     attempts.refuse(environ, EXIT_MACHINE, line)
     say(f"{recipe}: {line}")
     return EXIT_MACHINE

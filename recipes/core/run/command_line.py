@@ -17,7 +17,7 @@ from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.key_value import Words
 from recipes.core.config.parser import Settings
-from recipes.core.errors import ConfigError, shown
+from recipes.core.errors import ConfigError, InputError, MachineError, shown
 from recipes.core.run import resumed
 
 LAUNCHERS = ("accelerate", "deepspeed", "torchrun")  # commands that start the ranks of a program
@@ -66,17 +66,23 @@ def before_dashes(argv: Sequence[str]) -> list[str]:
 def with_json(argv: Sequence[str], main: Callable[[list[str], dict[str, Any]], int]) -> int:
     """Calls ``main`` with ``argv`` and a dictionary for its results. Returns the exit status.
 
-    With ``--json``, the results and ``exit_status`` are printed to stdout as one JSON object, and
-    lines for people to stderr.
+    With ``--json``, the results and ``exit_status`` are printed to stdout as one JSON object, with
+    ``error`` if ``main`` raises it, and lines for people to stderr.
     """
     results: dict[str, Any] = {}
     words = before_dashes(argv)
     if JSON not in words:
         return main(list(argv), results)
     rest = argv[len(words) :]
-    with contextlib.redirect_stdout(sys.stderr):
-        status = main([*(word for word in words if word != JSON), *rest], results)
-    print(json.dumps({**results, "exit_status": status}, default=str), flush=True)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            status = main([*(word for word in words if word != JSON), *rest], results)
+        results["exit_status"] = status
+    except (ConfigError, InputError, MachineError) as error:
+        results |= {"error": str(error), "exit_status": error.exit_status}
+        raise
+    finally:
+        print(json.dumps(results, default=str), flush=True)
     return status
 
 

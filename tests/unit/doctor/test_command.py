@@ -37,6 +37,16 @@ def test_the_verdict_of_one_machine(tmp_path: Path) -> None:
     assert verdict["exclude"] == []  # it may have been typed wrongly
 
 
+def test_json_tells_why_a_command_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words, status in (("seconds=-1",), 2), (("device=cpu", f"run_dir={tmp_path}/file/x"), 3):
+        results, line = doctor("--json", *words).expect(status).lines
+        assert json.loads(results) == {
+            "error": line.removeprefix("doctor: "),
+            "exit_status": status,
+        }
+
+
 def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
     ended = doctor(
         "report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none"
