@@ -18,7 +18,8 @@ stop() { # MESSAGE [STATUS]
 # not pass on SIGTERM. Slurm sends it to the ranks itself, and an srun that receives SIGTERM ends them before they have
 # saved.
 srun() {
-    command srun "$@" &
+    # Before bash 5.1, `command srun &` starts srun below a subshell, which the signal would end in place of srun.
+    exec srun "$@" &
     ranks=$!
     [ -z "$watched" ] || "$python" -m recipes.core.launch.batch watch "$recipe" "$ranks" &
     watcher=$!

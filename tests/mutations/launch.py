@@ -35,7 +35,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sbatch/job.sh",
-        '    command srun "$@" &\n    ranks=$!',
+        '    exec srun "$@" &\n    ranks=$!',
         '    command srun "$@"\n    return\n    ranks=$!',
         "a signal that only the batch shell receives does not reach the ranks",
         "tests/unit/launch/test_job_sh.py::"

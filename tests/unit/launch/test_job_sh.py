@@ -84,13 +84,20 @@ def test_the_batch_status_is_the_runs_status(bench: Bench) -> None:
     assert (directory.read_status(run_dir) or {})["next"] == "max-requeues"
 
 
-def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(tmp_path: Path) -> None:
+# before bash 5.1, the builtin `command` forks once more
+OLD_BASH = 'command() { builtin command "$@"; }; '
+
+
+@pytest.mark.parametrize("version", ["", OLD_BASH])
+def test_a_signal_that_only_the_batch_shell_receives_reaches_the_ranks(
+    tmp_path: Path, version: str
+) -> None:
     executable(
         tmp_path / "srun",
         f"#!/bin/bash\ntrap 'touch {tmp_path}/asked; sleep 1; exit 75' USR1\necho ready\n"
         "while :; do sleep 0.05; done\n",
     )
-    script = ". sbatch/job.sh; srun; echo status $?"
+    script = f"{version}. sbatch/job.sh; srun; echo status $?"
     environ = helpers.clean_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(
         ["bash", "-c", script],
