@@ -76,9 +76,9 @@ def examine_nodes(
 
 def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
     """Runs the doctor with one task on each node, with the keys of the run that concern nodes."""
-    command = client.on_each_node(environ, nodes)
+    command = client.on_each_node(environ, nodes, spec.step)
     settings = spec.settings
-    command += [*spec.step, *(spec.inside or [sys.executable])]
+    command += spec.inside or [sys.executable]
     command += ["-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]
     keys = {
         "device": settings.run.device.name,

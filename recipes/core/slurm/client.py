@@ -319,10 +319,12 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def on_each_node(environ: Environ, nodes: Sequence[str] = ()) -> list[str]:
+def on_each_node(
+    environ: Environ, nodes: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[str]:
     """The beginning of a command that starts one task on each node of the job, with all GPUs of the
     node and in the folder of the code. The command of the task follows. nodes: only these; () for
-    all.
+    all. options: further ones of srun.
     """
     count = len(nodes) or environment.num_nodes(environ)
     command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -334,7 +336,7 @@ def on_each_node(environ: Environ, nodes: Sequence[str] = ()) -> list[str]:
     if all_gpus:
         command.append(f"--gpus={all_gpus}")
     # on a node that does not see the folder, srun alone would start the task in /tmp
-    return [*command, "env", "-C", str(ROOT)]
+    return [*command, *options, "env", "-C", str(ROOT)]
 
 
 def broadcast(source: Path, target: Path) -> None:

@@ -164,8 +164,9 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
     image = helpers.in_job("mnist", of_run, step=("--x",), inside=("run", "docker://x"))
     script_job.examine(**image)
     call = stubs.calls("srun")[-1]
-    at = call.index("--x")
-    assert call[at : at + 3] == ["--x", "run", "docker://x"]
+    at = call.index("env")
+    assert call[at - 1] == "--x"  # an option of srun, and not of env
+    assert call[at + 3 : at + 5] == ["run", "docker://x"]
     assert "--gpus=4" in call[:at]
     assert "--nv" not in call
 
