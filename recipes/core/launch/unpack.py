@@ -54,7 +54,8 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
     if prepared == MISSING:
         source = Path(archive)
         if environment.num_nodes(environ) > 1:
-            copy = folder.with_name(folder.name + COPY)
+            # another job may broadcast the same archive to a node at the same time
+            copy = folder.with_name(f"{folder.name}.{environment.allocation_id(environ)}{COPY}")
             client.broadcast(source, copy)
             source = copy
         if _on_each_node(environ, "unpack", folder, source):
@@ -82,9 +83,12 @@ def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:
 
 
 def unpack(folder: Path, archive: Path) -> None:
-    """Unpacks ``archive`` into ``folder`` of this node. Raises MachineError."""
+    """Unpacks ``archive`` into ``folder`` of this node, unless it exists. Waits while another job
+    unpacks on this node. Raises MachineError.
+    """
     part = folder.with_name(f".{folder.name}")
-    with files.writing_to(folder.parent, "environment"), files.locked(folder.parent / ".lock"):
+    lock = files.locked(folder.parent / ".lock", wait=lambda: None)
+    with files.writing_to(folder.parent, "environment"), lock:
         if not folder.exists():
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -95,17 +99,20 @@ def unpack(folder: Path, archive: Path) -> None:
                 shutil.rmtree(part, ignore_errors=True)
                 raise MachineError(f"{os.uname().nodename}: {archive}: {errors.shown(rule)}")
             part.rename(folder)
-    if archive.name.endswith(COPY):
-        archive.unlink(missing_ok=True)
 
 
 def main(argv: list[str]) -> int:
-    step, folder, *archive = argv
+    step, folder, *archives = argv
     # nobody else may exchange what the ranks run
     trust.private_folder(Path(folder).parent, "set TMPDIR to a folder of your own")
     if step == "prepare":
         return EXIT_DONE if Path(folder).exists() else MISSING
-    unpack(Path(folder), Path(archive[0]))
+    archive = Path(archives[0])
+    try:
+        unpack(Path(folder), archive)
+    finally:
+        if archive.name.endswith(COPY):
+            archive.unlink(missing_ok=True)
     return EXIT_DONE
 
 

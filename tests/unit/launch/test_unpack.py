@@ -6,12 +6,15 @@ import os
 import subprocess
 import tarfile
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from recipes.core import files
 from recipes.core.errors import EXIT_MACHINE, MachineError
 from recipes.core.files import ROOT
 from recipes.core.launch import unpack
@@ -51,6 +54,45 @@ def test_a_job_that_is_killed_while_it_unpacks_leaves_no_environment(
         file.add(__file__, unpack.PYTHON)
     unpack.unpack(folder, archive)  # its rest is in no later job's way
     assert (folder / unpack.PYTHON).exists()
+
+
+def test_a_job_waits_for_another_one_that_unpacks_on_its_node(tmp_path: Path) -> None:
+    """Such as the runs of a sweep, which begin together."""
+    archive = tmp_path / "environment.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(__file__, unpack.PYTHON)
+    folder = tmp_path / "unpacked/environment-1"
+    folder.parent.mkdir(mode=0o700)
+    second = threading.Thread(target=unpack.unpack, args=(folder, archive))
+    with files.locked(folder.parent / ".lock"):
+        second.start()
+        time.sleep(0.2)
+        assert second.is_alive()
+        assert not folder.exists()
+    second.join()
+    assert (folder / unpack.PYTHON).exists()
+
+
+def test_a_job_does_not_replace_the_archive_that_another_one_unpacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "environment.tar"
+    archive.touch()
+    copies: list[Path] = []
+    monkeypatch.setattr(client, "broadcast", lambda source, target: copies.append(target))
+    monkeypatch.setattr(
+        unpack, "_on_each_node", lambda environ, step, *_: unpack.MISSING * (step == "prepare")
+    )
+    for job in ("7", "8"):
+        environ = {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}
+        unpack.on_all_nodes(str(archive), False, environ)
+    assert len(set(copies)) == 2
+    copy = tmp_path / "unpacked" / copies[0].name
+    copy.parent.mkdir(mode=0o700)
+    copy.touch()
+    with pytest.raises(MachineError, match="tar: "):
+        unpack.main(["unpack", f"{tmp_path}/unpacked/environment-1", str(copy)])
+    assert not copy.exists()  # no later job would replace it
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
