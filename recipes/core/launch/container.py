@@ -29,8 +29,19 @@ WITHOUT_MODULES = ("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "-u", "PYTHONS
 # Each rank runs this on its node, where Slurm's prolog may have created a $TMPDIR for the job. $0
 # is the runtime.
 EXEC = '[ ! -d "${TMPDIR-}" ] || set -- --bind "$TMPDIR" "$@"; exec "$0" exec "$@"'
-# Prefixes of the variables that take precedence over the image's values.
-PASSED_BY_NAME = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "RECIPES_", "MASTER_")
+# Prefixes of the variables that take precedence over the image's values. Those that tell the ranks
+# what they run are not among them: no image sets them, and a restart changes them.
+PASSED_BY_NAME = (
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "TORCH_",
+    "MASTER_",
+    "RECIPES_CLUSTER",
+    "RECIPES_DATA",
+    "RECIPES_TRUST_GROUP",
+)
 AMD = "/dev/kfd"  # of AMD's driver
 # enroot gives a container the GPUs only if these are set. NVIDIA's own images set them.
 OF_GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}

@@ -125,6 +125,8 @@ def test_variables_of_the_host_take_precedence_over_the_image(tmp_path: Path, ru
         "PATH": str(tmp_path),
     }
     environ |= {f"{prefix}NCCL_E": "inside", "NCCL_E": "outside"}
+    # a restart exports another attempt
+    environ |= {"RECIPES_DATA": "/d", "RECIPES_ATTEMPT": "/r/attempts/0000", "RECIPES_SPEC": "{}"}
     image = container.Container("x.sif", runtime, variables=variables)
     exported = environ | container.exports(image, environ)
     # the shell inside does not expand values
@@ -141,6 +143,7 @@ def test_variables_of_the_host_take_precedence_over_the_image(tmp_path: Path, ru
         "NCCL_B": "mine",
         "NCCL_C": "mine",
         "NCCL_E": "inside",
+        "RECIPES_DATA": "/d",
         "UCX_D": "",
         "OMP_X": 'a "b" $c',
         "PYTHONNOUSERSITE": "1",
@@ -152,7 +155,7 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
     variables.
     """
     starts = ["NCCL", "GLOO", "UCX", "FI", "TORCH", "RECIPES", "MASTER", "SLURM"]
-    environ = {f"{start}_X": "1" for start in starts} | {"PATH": "/bin"}
+    environ = {f"{start}_X": "1" for start in starts} | {"PATH": "/bin", "RECIPES_DATA": "/d"}
     of_run = ("/c:/c", "/d:/d")
     place = (Path("/c"), environ)
     # the driver of AMD, or NVIDIA's
@@ -172,7 +175,7 @@ def test_the_command_of_a_rank_in_a_container(monkeypatch: pytest.MonkeyPatch) -
     assert inside == [*clean, *shell, *binds, "x.sif", "python3"]
     pyxis = container.Container("x.sqsh", "pyxis", (*of_run, "/m:/i", "/n"), False, {"OMP_X": "1"})
     options, inside = container.step(pyxis, *place)
-    names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_X,TORCH_X,UCX_X"
+    names = "FI_X,GLOO_X,MASTER_X,NCCL_X,OMP_X,RECIPES_DATA,TORCH_X,UCX_X"
     assert options == [
         "--container-image=x.sqsh",
         "--container-mounts=/c:/c,/d:/d,/m:/i,/n:/n",
