@@ -94,16 +94,17 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
             _prepare_program(settings, attempt, job)
         # the recipe reports a run directory that cannot be written
         with contextlib.suppress(OSError):
+            text = script.read_bytes()
             jobs.record(
                 run_dir,
-                script.read_bytes(),
+                text,
                 job_id,
                 recipe,
                 _words(settings),
                 root=str(repository),
                 code=str(code),
                 log=job.log,
-                options=jobs.options_of(job),
+                options=jobs.options_of(job, text.decode(errors="replace")),
             )
     spec, variables = _resolve(settings, code, job, {**environ, **exported})
     exported |= variables

@@ -5,19 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes.core import files
 from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError
 from recipes.core.files import ROOT
-from recipes.core.launch import bad_nodes
+from recipes.core.launch import bad_nodes, jobs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
 from recipes.core.run import spec as specs
 from recipes.core.run.logs import say
 from recipes.core.slurm import client, environment
+from recipes.core.slurm.jobstate import Job
 from recipes.core.variables import Environ
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
@@ -108,13 +109,13 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
     """
     job_id = environment.job_id(environ)
     count = requeues(run_dir, environ)
-    options = client.own(environ).options
-    excluded = ",".join(filter(None, (options.get("exclude"), bad)))
+    job = client.own(environ)
+    excluded = ",".join(filter(None, (job.options.get("exclude"), bad)))
     by_hand = f"submit the job with exclude={excluded} (sbatch: --exclude={excluded})"
     if count >= most:
         return f"not requeued, since max_resubmits= is reached: {by_hand}"
     try:
-        _require_other_nodes(run_dir / "job.sh", excluded, options)
+        _require_other_nodes(run_dir / "job.sh", excluded, job)
         files.write_json(run_dir / COUNT, {"job_id": job_id, "count": count + 1})
         client.requeue(job_id, environment.restarts(environ))
         client.exclude(job_id, excluded)
@@ -123,17 +124,18 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
     return f"requeued without them (requeues left: {most - count - 1})"
 
 
-def _require_other_nodes(script: Path, excluded: str, options: Mapping[str, str]) -> None:
+def _require_other_nodes(script: Path, excluded: str, job: Job) -> None:
     """Asks Slurm whether ``script`` could run without the nodes ``excluded``: otherwise the job
     would stay pending.
 
-    options: those of this job, by their long names, also those that were typed and are not in the
-    script. Raises OSError or SubprocessError if the script cannot run.
+    job: this one, whose options may have been typed, and are not in the script then. Raises OSError
+    or SubprocessError if the script cannot run.
     """
     # the job began when its dependency was met
     text = re.sub(r"^#SBATCH --dependency=.*\n", "", script.read_text(), flags=re.MULTILINE)
     # with a range, Slurm may choose another number of nodes than before
     is_range = re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
-    names = [name for name in OPTIONS if name in options and not (is_range and name == "nodes")]
-    words = [f"--{name}={options[name]}" for name in names]
-    client.try_script(text, [*words, f"--exclude={excluded}"])
+    words = jobs.options_of(job, text)
+    words += [f"--{name}={job.options[name]}" for name in OPTIONS if name in job.options]
+    words = [word for word in words if not (is_range and word.startswith("--nodes="))]
+    client.try_script(text, [*dict.fromkeys(words), f"--exclude={excluded}"])

@@ -91,14 +91,18 @@ def write_description(run_dir: Path, description: Json) -> None:
     trust.write_own(run_dir / "job.yaml", json.dumps(content, indent=1).encode() + b"\n")
 
 
-def options_of(job: jobstate.Job) -> list[str]:
-    """Options of sbatch that submit a ready script again as this job: its size, time and partition.
+def options_of(job: jobstate.Job, text: str) -> list[str]:
+    """Options of sbatch that submit the script of this job again: its size, time and partition.
+    text: of the script.
 
-    [] for a job of launch.py, whose script has them, and if the job is not known.
+    [] for a script that launch.py has submitted, which has them, and if the job is not known.
     """
-    if not job.id or Path(job.script).parent.name == "submitit":
+    if not job.id or "\nexport RECIPES_PYTHON=" in text:
         return []
-    options = {"gpus-per-node": "0", **job.options}
+    options = dict(job.options)
+    options.setdefault("gpus-per-node", "0")
+    if "--gpus-per-node" not in text:  # it requests none, or in another way
+        del options["gpus-per-node"]
     return [f"--{name}={options[name]}" for name in OF_SUBMISSION if name in options]
 
 

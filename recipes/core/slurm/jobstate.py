@@ -75,9 +75,9 @@ class Job:
     when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. submitted: when
     it came into the queue last, as time.time(); None if unknown. limit_s: its time limit; inf means
     no limit, None means unknown. run_s: how long it has run. log, error_log: the files of its
-    output; "" if unknown. script: the file that was submitted. number: its own number, also for an
-    array task. all_gpus: the value of ``--gpus`` that gives a step all GPUs of a job that requested
-    them per task; "" for any other job. options: the options of sbatch that describe its size, time
+    output; "" if unknown. number: its own number, also for an array task. all_gpus: the value of
+    ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other
+    job. options: the options of sbatch that describe its size, time
     and nodes, by their long names without dashes, as far as they are set.
     """
 
@@ -92,7 +92,6 @@ class Job:
     run_s: float | None = None
     log: str = ""
     error_log: str = ""
-    script: str = ""
     number: str = ""
     all_gpus: str = ""
     is_array: bool = False
@@ -216,7 +215,6 @@ def _job(block: str) -> Job:
         run_s=durations.seconds(fields["RunTime"]),
         log=fields["StdOut"],
         error_log=fields["StdErr"],
-        script=fields["Command"].split(" ")[0],
         number=fields["JobId"],
         all_gpus=_all_gpus(fields),
         is_array=bool(array),

@@ -17,6 +17,9 @@ from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.launch.stand_ins import Stubs, describe
 
+# as launch.py submits it
+SCRIPT = "#SBATCH --nodes=2\n{}#SBATCH --requeue\nexport RECIPES_PYTHON=/python\n"
+
 
 def doctor_finds(*bad: str, healthy: bool = False) -> str:
     """The body of a stub of srun whose doctor reports these nodes to exclude."""
@@ -65,9 +68,7 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
     }
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "job.sh").write_text(
-        "#SBATCH --nodes=2\n#SBATCH --dependency=afterok:3\n#SBATCH --requeue\n"
-    )
+    (run_dir / "job.sh").write_text(SCRIPT.format("#SBATCH --dependency=afterok:3\n"))
     words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
     return ScriptJob(run_dir, environ | helpers.in_job("mnist", words))
 
@@ -92,7 +93,7 @@ def test_a_requeue_leaves_out_bad_nodes(
         "--reservation=r1",
     ]
     assert stubs.calls("sbatch") == [["--test-only", *options, "--exclude=n1,n2,n3"]]
-    assert (stubs.folder / "asked").read_text() == "#SBATCH --nodes=2\n#SBATCH --requeue\n"
+    assert (stubs.folder / "asked").read_text() == SCRIPT.format("")
     assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()
     asked = [call for call in stubs.calls("scontrol") if call[0] != "show"]
     assert asked == [["requeue", "7"], ["update", "JobId=7", "ExcNodeList=n1,n2,n3"]]
@@ -122,6 +123,19 @@ def test_a_job_whose_number_of_nodes_is_a_range_may_get_another_number(
     script_job.examine()
     [call] = stubs.calls("sbatch")
     assert "--nodes=2" not in call
+
+
+def test_a_ready_script_is_tried_with_the_size_that_was_typed(
+    script_job: ScriptJob, stubs: Stubs
+) -> None:
+    """On nodes of four GPUs, Slurm would refuse the eight of the script."""
+    (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n")
+    size = "NumNodes=2 CPUs/Task=5 NtasksPerN:B:S:C=4:0:*:* TresPerNode=gres/gpu:4"
+    stubs.add("scontrol", f"[ $1 != show ] || echo 'JobId=7 {size}'")
+    script_job.examine()
+    [call] = stubs.calls("sbatch")
+    typed = ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=5"]
+    assert call == ["--test-only", *typed, "--exclude=n2,n3"]
 
 
 @pytest.mark.parametrize("refusing", ["sbatch", "scontrol"])

@@ -56,15 +56,28 @@ def test_an_environment_that_is_no_file_is_refused_before_the_queue(tmp_path: Pa
 
 
 def test_a_ready_script_is_submitted_again_with_its_size_and_without_gpus_if_it_had_none() -> None:
-    ready = jobstate.Job("7", "RUNNING", script="/clone/sbatch/mnist_2x8.sh")
+    ready = (ROOT / "sbatch/mnist_2x8.sh").read_text()
     size = {"nodes": "2", "ntasks-per-node": "3", "exclude": "node7"}
     for of_job, expected in (({}, "0"), ({"gpus-per-node": "a100:4"}, "a100:4")):
-        job = dataclasses.replace(ready, options={**size, **of_job})
+        job = jobstate.Job("7", "RUNNING", options={**size, **of_job})
         options = ["--nodes=2", "--ntasks-per-node=3", f"--gpus-per-node={expected}"]
-        assert jobs.options_of(job) == options
-        made = dataclasses.replace(job, script="/clone/runs/submitit/submission_file_1.sh")
-        assert jobs.options_of(made) == []
-    assert jobs.options_of(jobstate.Job("", "", options=size)) == []
+        assert jobs.options_of(job, ready) == options
+    assert jobs.options_of(jobstate.Job("", "", options=size), ready) == []
+
+
+@pytest.mark.parametrize("gpus", ["--gres", "--gpus-per-task"])
+def test_a_script_of_launch_py_is_submitted_again_as_it_requests_gpus(
+    site: Path, gpus: str
+) -> None:
+    """Also a second time, and if it was printed: Slurm refuses two kinds of requests."""
+    site.write_text(f"gpus: {gpus}\n")
+    made = describe("cluster=here", "nodes=2", "gpus_per_node=4")
+    size = {"nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4"}
+    job = jobstate.Job("7", "RUNNING", options=size)
+    printed = jobs.sbatch_script(made)
+    assert jobs.options_of(job, printed) == ["--nodes=2", "--ntasks-per-node=4"]
+    submitted = dataclasses.replace(made, variables={"RECIPES_PYTHON": "/python"})
+    assert jobs.options_of(job, jobs.sbatch_script(submitted)) == []
 
 
 @pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])

@@ -59,7 +59,6 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
     assert task.is_array
     assert task.log == "/home/me/my jobs/log"
     assert task.error_log == ""
-    assert task.script == "/home/me/my-jobs/x=1.sh"
     assert task.left_s == 7110
     assert task.start == "2026-11-23T13:49:29"
     assert task.submitted == jobstate.moment("2026-11-23T13:00:10")
