@@ -28,7 +28,6 @@ from recipes.core import files
 from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import (
-    EXIT_CONFIG,
     EXIT_DONE,
     ConfigError,
     Kind,
@@ -83,30 +82,24 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
 
     code = ROOT
     exported: dict[str, str] = {}
-    is_program = jobs.is_program(settings)
+    in_reserve: list[str] = []
     job_id = environment.job_id(environ)
-    if job_id:
-        run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
-        attempt = _open_attempt(settings, run_dir, job, environ)
-        exported[attempts.VARIABLE] = str(attempt.folder)
-        code = _code(environ, attempt.run_dir)
-        if is_program:
-            _prepare_program(settings, attempt, job)
-        # the recipe reports a run directory that cannot be written
-        with contextlib.suppress(OSError):
-            text = script.read_bytes()
-            jobs.record(
-                run_dir,
-                text,
-                job_id,
-                recipe,
-                _words(settings),
-                root=str(repository),
-                code=str(code),
-                log=job.log,
-                options=jobs.options_of(job, text.decode(errors="replace")),
-            )
-    spec, variables = _resolve(settings, code, job, {**environ, **exported})
+    try:
+        if job_id:
+            run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
+            attempt = _open_attempt(settings, run_dir, job, environ)
+            exported[attempts.VARIABLE] = str(attempt.folder)
+            _require_unused(settings, attempt, job, environ)
+            code = _code(environ, attempt.run_dir)
+            _describe(settings, run_dir, script, code, job, job_id)
+            if jobs.is_program(settings):
+                _prepare_program(settings, attempt, job)
+        spec, variables = _resolve(settings, code, job, {**environ, **exported})
+        if job_id:
+            in_reserve = restart.first_nodes(spec, environ)
+    except (ConfigError, MachineError) as error:
+        attempts.refuse(exported, error.exit_status, str(error))
+        raise
     exported |= variables
     # bash cannot hold others
     unset = [name for name in left_over if re.fullmatch(r"\w+", name, re.ASCII)]
@@ -114,16 +107,34 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     shell = [("unset", name) for name in unset]
     shell += [("export", f"{name}={value}") for name, value in exported.items()]
     shell += [("cd", str(code)), *(("word", word) for word in spec.words)]
-    in_reserve = restart.first_nodes(spec, environ) if job_id else []
     shell += [("step", option) for option in (*spec.step, *in_reserve)]
     shell += [("watched", "1")] if spec.settings.run.restarts else []
-    if is_program:  # its ranks need not end together
+    if jobs.is_program(settings):  # its ranks need not end together
         shell += [("program", recipe), ("step", "--wait=0")]
     return [*shell, *(("inside", word) for word in spec.inside)]
 
 
 def _words(settings: Settings) -> list[str]:
     return [f"{name}={value}" for name, value in settings.typed.items()]
+
+
+def _describe(
+    settings: Settings, run_dir: Path, script: Path, code: Path, job: Job, job_id: str
+) -> None:
+    """Writes job.sh and job.yaml. The recipe reports a run directory that cannot be written."""
+    with contextlib.suppress(OSError):
+        text = script.read_bytes()
+        jobs.record(
+            run_dir,
+            text,
+            job_id,
+            settings.recipe,
+            _words(settings),
+            root=str(source.home(ROOT)),
+            code=str(code),
+            log=job.log,
+            options=jobs.options_of(job, text.decode(errors="replace")),
+        )
 
 
 def _resolve(
@@ -150,13 +161,16 @@ def _resolve(
 
 
 def _open_attempt(settings: Settings, run_dir: Path, job: Job, environ: Environ) -> Attempt:
-    """Opens the attempt of this start of the job. Raises ConfigError if the job may not use the run
-    directory.
-    """
+    """Opens the attempt of this start of the job."""
     folder = run_dir
     if settings.config.evaluate:
         folder = directory.inside(run_dir, directory.EVALUATION)
-    attempt = attempts.open_next(folder, settings.recipe, environ, submitted=job.submitted)
+    return attempts.open_next(folder, settings.recipe, environ, submitted=job.submitted)
+
+
+def _require_unused(settings: Settings, attempt: Attempt, job: Job, environ: Environ) -> None:
+    """Raises ConfigError if the job may not use the run directory."""
+    folder = attempt.run_dir
     repository = source.home(ROOT)
     problem = ""
     if not attempt.number and snapshot.was_begun(
@@ -175,9 +189,7 @@ def _open_attempt(settings: Settings, run_dir: Path, job: Job, environ: Environ)
         # the ranks check this again, but in a container they may have no scontrol
         problem = in_use.check(attempt, environ)
     if problem:
-        attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, EXIT_CONFIG, problem)
         raise ConfigError(problem)
-    return attempt
 
 
 def _is_of_earlier_job(attempt: Attempt, job: Job, environ: Environ) -> bool:

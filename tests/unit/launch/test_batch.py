@@ -18,9 +18,10 @@ from recipes.core import errors, files
 from recipes.core.errors import ConfigError, Kind, MachineError
 from recipes.core.launch import batch, restart
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, saves, source, stop_note
+from recipes.core.run import directory, record, saves, source, stop_note
 from recipes.core.run import spec as specs
 from recipes.core.run.attempt import Attempt
+from recipes.core.run.record import State
 from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
 from tests import helpers
@@ -628,6 +629,19 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     )
     with pytest.raises(ConfigError, match=line):
         begin(tmp_path, *words, recipe="script")
+
+
+def test_a_job_that_is_refused_after_its_attempt_was_opened_is_shown_as_refused(
+    tmp_path: Path, stubs: Stubs
+) -> None:
+    stub_scontrol(stubs)
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    with pytest.raises(ConfigError, match="spare=2: the job has only 2 nodes"):
+        begin(tmp_path, "restarts=1", "spare=2", **nodes)
+    run = record.read(tmp_path / "run")
+    assert run.state is State.refused
+    assert run.refused == "spare=2: the job has only 2 nodes: request more"
+    assert run.job["job_id"] == "7"
 
 
 def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
