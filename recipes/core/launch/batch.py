@@ -76,6 +76,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     jobs.require_printable(ROOT, repository)
     settings = command_line.parse(words, recipe=recipe)
     settings = dataclasses.replace(settings, typed=settings.absolute(settings.typed, repository))
+    settings = command_line.parse(_words(settings), recipe=recipe)  # with these paths in all fields
     umask = int(settings.run.umask, 8)
     os.umask(umask)
     _restrict_log(job, umask)

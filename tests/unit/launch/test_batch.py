@@ -596,10 +596,16 @@ def test_ranks_of_a_program_need_not_end_together_and_get_signals_in_short_jobs(
     ],
 )
 def test_the_begin_of_a_program_notes_when_it_is_stopped_and_what_is_saved(
-    tmp_path: Path, stubs: Stubs, limit: str, words: Sequence[str], before_s: float | None
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    words: Sequence[str],
+    before_s: float | None,
 ) -> None:
     stub_scontrol(stubs, f"{RUNNING}\n   TimeLimit={limit}")
-    begin(tmp_path, PROGRAM, f"saves={tmp_path}/out", *words, recipe="script")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    begin(tmp_path, PROGRAM, "saves=~/out", *words, recipe="script")
     attempt = attempts.newest(tmp_path / "run")
     assert stop_note.read(attempt) == StopNote(before_s=before_s)
     assert files.read_json(attempt.folder / "saves.json")["folder"] == f"{tmp_path}/out"
@@ -629,6 +635,23 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     )
     with pytest.raises(ConfigError, match=line):
         begin(tmp_path, *words, recipe="script")
+
+
+def test_an_environment_is_found_from_every_folder(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub_scontrol(stubs)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    archives: list[str] = []
+
+    def on_all_nodes(archive: str, *rest: object) -> str:
+        archives.append(archive)
+        return "/unpacked/bin/python"
+
+    monkeypatch.setattr(batch.unpack, "on_all_nodes", on_all_nodes)
+    for typed in ("~/e.tar", "e.tar"):
+        assert "inside /unpacked/bin/python" in begin(tmp_path, f"environment={typed}")
+    assert archives == [f"{tmp_path}/e.tar", f"{helpers.ROOT}/e.tar"]
 
 
 def test_a_job_that_is_refused_after_its_attempt_was_opened_is_shown_as_refused(
