@@ -317,7 +317,9 @@ def step_ended(
 
     outcome = judge.close(attempt, judge.End(srun_status, stopped=by_slurm is not None))
     after = ""
-    if may_restart and settings.run.restarts and outcome.state in ("failed", "incomplete"):
+    has_failed = outcome.state in ("failed", "incomplete", judge.NOT_BEGUN)
+    is_owner = not attempts.taken_over_by(attempt)
+    if may_restart and settings.run.restarts and has_failed and is_owner:
         following = restart.plan(attempt, outcome, spec, environ)
         after = following.line and f"; {following.line}"
         if following.attempt:

@@ -554,6 +554,28 @@ def test_ranks_that_all_exit_before_the_end_are_started_again(
     assert batch.step_ended("mnist", 0, environ, may_restart=False) == (1, [])
 
 
+def test_ranks_that_fail_before_a_requeued_run_began_are_started_again(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another job has taken over the run."""
+    stub_scontrol(stubs)
+    helpers.attempt(tmp_path, launch="7.0")
+    directory.write_status(tmp_path, "preempted", attempt=0, step=3)
+    second = helpers.attempt(tmp_path, launch="7.1", step=None)
+    attempts.record(second, rank=1, host="b", kind=Kind.error, error="no GPU")
+    again = restart.Restart("started again", second)
+    monkeypatch.setattr(batch.restart, "plan", lambda *arguments: again)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    environ |= {attempts.VARIABLE: str(second.folder)}
+    environ |= helpers.in_job("mnist", [f"run_dir={tmp_path}", "restarts=1"])
+    status, shell = batch.step_ended("mnist", 1, environ)
+    assert status == 0
+    assert ("again", "1") in shell
+    assert directory.read_status(tmp_path)["state"] == "preempted"
+    helpers.attempt(tmp_path, launch="8.0")
+    assert batch.step_ended("mnist", 1, environ) == (errors.EXIT_MACHINE, [])
+
+
 def test_a_hang_for_which_a_restart_has_requeued_the_job_is_not_requeued_again(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
