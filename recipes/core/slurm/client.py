@@ -241,7 +241,8 @@ def kill_steps(job_id: str) -> None:
 
 def silent_nodes(nodes: Sequence[str]) -> set[str]:
     """The nodes of this job that start no task within ANSWER_OF_NODE_S. Slurm may believe for
-    minutes that they are up.
+    minutes that they are up. If not even one node starts a task, none of them counts as silent: the
+    controller may be busy.
     """
     command = ["timeout", "--foreground", "--signal=KILL", f"{ANSWER_OF_NODE_S}", "srun"]
     command += ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"]
@@ -250,7 +251,8 @@ def silent_nodes(nodes: Sequence[str]) -> set[str]:
         node: subprocess.Popen([*command, f"--nodelist={node}", "true"], stderr=subprocess.DEVNULL)
         for node in nodes
     }
-    return {node for node, call in calls.items() if call.wait()}
+    silent = {node for node, call in calls.items() if call.wait()}
+    return silent if len(silent) < len(calls) else set()
 
 
 def can_submit() -> bool:

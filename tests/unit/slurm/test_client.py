@@ -254,6 +254,12 @@ def test_the_id_of_a_job_on_another_cluster_is_without_its_name(stubs: Stubs) ->
 def test_nodes_on_which_no_task_starts_are_silent(stubs: Stubs) -> None:
     stubs.add("srun", "[[ $* == *--nodes=1*--nodelist=node[13]* ]]")
     assert client.silent_nodes(["node1", "node2", "node3"]) == {"node2"}
+    assert client.silent_nodes(["node1"]) == client.silent_nodes([]) == set()
+
+
+def test_no_node_is_silent_because_of_the_controller(stubs: Stubs) -> None:
+    stubs.add("srun", "exit 1")
+    assert client.silent_nodes(["node1", "node2"]) == set()
 
 
 def test_a_slow_controller_does_not_keep_a_user_waiting(
