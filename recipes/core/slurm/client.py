@@ -334,11 +334,21 @@ def on_each_node(
         command += [f"--nodelist={','.join(nodes)}", "--overlap"]
     command += ["--export=ALL", "--wait=60", "--mem=0"]
     command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
-    all_gpus = own(environ).all_gpus
-    if all_gpus:
-        command.append(f"--gpus={all_gpus}")
+    gpus = own(environ).all_gpus
+    if gpus:
+        share = environment.share_of_tasks(environ, nodes) if nodes else 1.0
+        command.append(f"--gpus={_scaled(gpus, share)}")
     # on a node that does not see the folder, srun alone would start the task in /tmp
     return [*command, *options, "env", "-C", str(ROOT)]
+
+
+def _scaled(gpus: str, share: float) -> str:
+    """A part of the GPUs in a value of ``--gpus``, such as 8 or a100:8."""
+    kinds = []
+    for request in gpus.split(","):
+        kind, colon, count = request.rpartition(":")
+        kinds.append(f"{kind}{colon}{round(int(count) * share)}")
+    return ",".join(kinds)
 
 
 def broadcast(source: Path, target: Path) -> None:

@@ -192,9 +192,12 @@ def test_the_nodes_of_a_restart_are_examined_without_the_others(
     monkeypatch.setattr(examination, "JUDGE", ("judge",))
     spec = specs.of_job(script_job.environ)
     folder = script_job.run_dir / "doctor"
-    examination.examine_nodes(spec, folder, ["n2", "n4", "n5"], script_job.environ)
+    of_job = {"SLURM_JOB_NODELIST": "n[2-5]", "SLURM_TASKS_PER_NODE": "1,2,1(x2)"}
+    stubs.add("scontrol", "echo JobId=7 NumTasks=5 TresPerTask=cpu=5,gres/gpu:a100=2")
+    examination.examine_nodes(spec, folder, ["n2", "n4", "n5"], script_job.environ | of_job)
     [call] = stubs.calls("srun")
     assert {"--nodes=3", "--ntasks=3", "--nodelist=n2,n4,n5", "--overlap"} <= set(call)
+    assert "--gpus=a100:6" in call  # srun refuses the ten of the job
     assert "bandwidth=false" in call
     assert (stubs.folder / "judged").read_text() == "n2,n4,n5\n"
 
