@@ -41,10 +41,10 @@ def render(
     lines.append(f". {shlex.quote(f'{code}/{SHARED}')} || exit")
     if arguments:
         lines.append(f'set -- {shlex.join(arguments)} "$@"')
-    if elements:  # the arguments of this element of the array
+    if elements:  # the arguments of this element of the array; typed ones take precedence
         lines.append("case ${SLURM_ARRAY_TASK_ID:-} in")
         for number, words in enumerate(elements):
-            lines.append(f'    {number}) set -- "$@" {shlex.join(words)} ;;')
+            lines.append(f'    {number}) set -- {shlex.join(words)} "$@" ;;')
         lines.append(
             f'    *) echo "{recipe}: this sweep has no run ${{SLURM_ARRAY_TASK_ID:-}}" >&2; '
             "exit 2 ;;"

@@ -281,13 +281,15 @@ def test_each_job_key_becomes_an_option_of_sbatch(
     assert ("--ntasks" in options) != ("--ntasks-per-node" in options)
 
 
-def elements(text: str, count: int) -> list[list[str]]:
-    """The arguments that a script sets in bash for each element of an array."""
+def elements(text: str, count: int, *typed: str) -> list[list[str]]:
+    """The arguments that a script sets in bash for each element of an array. typed: those of
+    sbatch.
+    """
     begin = text.index("\nset -- ") if "\nset -- " in text else text.index("\ncase $")
     lines = text[begin : text.index("\nesac", begin) + len("\nesac")]
     arrays = []
     for number in range(count):
-        shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script"]
+        shell = ["bash", "-c", f"{lines}\nprintf '%s\\0' \"$@\"", "script", *typed]
         done = subprocess.run(
             shell, env={"SLURM_ARRAY_TASK_ID": str(number)}, capture_output=True, check=True
         )
@@ -299,8 +301,10 @@ def test_each_run_of_a_sweep_has_its_own_values() -> None:
     hostile = [word for word in HOSTILE if "," not in word]
     folders = f"sweep.data_dir={','.join(word.partition('=')[2] for word in hostile)}"
     text = jobs.sbatch_script(describe(folders, "sweep.seed=1,2", "epochs=3"))
-    wanted = [["epochs=3", word, f"seed={seed}"] for word in hostile for seed in (1, 2)]
+    wanted = [[word, f"seed={seed}", "epochs=3"] for word in hostile for seed in (1, 2)]
     assert elements(text, 2 * len(hostile)) == wanted
+    # of `launch.py resume`: of equal keys, the last one counts
+    assert elements(text, 1, "seed=7") == [[*wanted[0], "seed=7"]]
     case = text[text.index("\ncase $") : text.index("\nesac") + 5]
     outside = subprocess.run(["bash", "-c", case], capture_output=True, text=True)
     assert outside.stderr == "mnist: this sweep has no run \n"
