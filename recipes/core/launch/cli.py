@@ -78,6 +78,7 @@ def _main(argv: list[str], told: dict[str, Any], python: str) -> int:
             print(help.help_text(recipe, with_job_keys=True))
             return EXIT_DONE if argv else EXIT_CONFIG
         home = source.home(ROOT)
+        environment.use_cluster_of_sbatch(os.environ)
         if argv[0] == "new":
             return new.new(argv[1:], ROOT)
         if argv[0] == "scale":
@@ -93,7 +94,6 @@ def _main(argv: list[str], told: dict[str, Any], python: str) -> int:
         inherited = settings.words_from_run()
         if inherited:
             print(f"keys from the run {settings.resumes}: {inherited}", file=sys.stderr, flush=True)
-        environment.use_cluster_of_sbatch(os.environ)
         if os.environ.get("RECIPES_DATA"):  # the ranks start in the repository
             os.environ["RECIPES_DATA"] = os.path.abspath(os.environ["RECIPES_DATA"])
         if checked:

@@ -70,6 +70,20 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 
 
+def test_commands_on_runs_ask_the_cluster_to_which_jobs_are_submitted(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "runs/mnist/7"
+    run_dir.mkdir(parents=True)
+    (run_dir / "job.yaml").write_text('{"job_id": "7"}')
+    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
+    monkeypatch.setenv("SLURM_CLUSTERS", "x")
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    stubs.add("squeue", 'echo "$SLURM_CLUSTERS" > "$NOTES/asked"')
+    assert launch.main(["runs", str(run_dir)]) == 0
+    assert (tmp_path / "asked").read_text() == "far\n"
+
+
 def test_a_job_whose_data_is_missing_is_not_submitted(
     tmp_path: Path,
     stubs: Stubs,
