@@ -38,6 +38,7 @@ LOG_BYTES = 1 << 16  # of another user's log, from its end
 WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "look", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort", "--ledger")  # of `runs`
+KEY = re.compile(r"[A-Za-z_]\w*=")  # a path may have a = too: runs/lr=0.1
 JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
 ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
@@ -56,8 +57,12 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
             f"--json: launch.py {name} does not support it; "
             "use runs --json or recipes.report --json"
         )
-    options = dict(word.split("=", 1) for word in words if "=" in word)
-    names = [word for word in words if "=" not in word and word != "follow"]
+    options = dict(word.split("=", 1) for word in words if KEY.match(word))
+    names = [word for word in words if not KEY.match(word) and word != "follow"]
+    allowed = {"logs": {"rank"}, "resume": options.keys()}.get(name, set())
+    unknown = min(options.keys() - allowed, default="")
+    if unknown:
+        raise InputError(f"{unknown}={shown(options[unknown])}: is not for launch.py {name}")
     if not names and name in ("cancel", "resume"):
         raise InputError(f"{name}: give a run: a run directory, a job ID, or {table.LAST}")
     folders = find(names or [table.LAST], root)

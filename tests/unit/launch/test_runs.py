@@ -336,6 +336,22 @@ def test_a_command_does_not_choose_a_run_that_nobody_named(
     assert not stubs.calls("scancel") + stubs.calls("sbatch")
 
 
+def test_a_folder_with_an_equals_sign_is_a_run(
+    root: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stubs.add("squeue", "")
+    stubs.add("scontrol", "")
+    folder = (root / "runs/mnist/12").rename(root / "runs/mnist/lr=0.1")
+    assert run_commands.command(["cancel", str(folder)], root, {}) == 0
+    assert f"{folder}: is not running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["logs", "last", "rnak=3"], ["look", "last", "rank=3"]])
+def test_a_key_that_a_command_does_not_have_is_refused(root: Path, words: list[str]) -> None:
+    with pytest.raises(InputError, match=f"{words[2]}: is not for launch.py {words[0]}"):
+        run_commands.command(words, root, {})
+
+
 def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
     original = begun(root / "runs/mnist/17", job="17")
     copy = shutil.copytree(original, root / "runs/mnist/copy")
