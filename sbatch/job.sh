@@ -47,7 +47,7 @@ ask_to_save() {
     fi
 }
 ranks='' signalled='' early='' watched='' again=''
-program='' # the recipe that runs a program of the user, once its job has begun
+program='' # the recipe that runs a program of the user, while it has an attempt for a note
 trap signalled=1 TERM
 trap 'ask_to_save USR1' USR1
 trap 'ask_to_save USR2' USR2
@@ -139,7 +139,6 @@ begin() {
     words=("${absolute[@]}")
     # env -C fails on a node that does not see the folder. srun would start the rank in /tmp, where others may put modules.
     [ ${#inside[@]} != 0 ] || inside=(env -C "$PWD" "$python")
-    [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
 }
 
 # follow STEP WORD...: runs a step of launch/batch.py, does what it says, and returns its status. It says pairs of a verb and a
@@ -160,6 +159,7 @@ follow() {
             word) absolute+=("$value") ;; # an argument, with absolute paths
         esac
     done < <("$python" -m recipes.core.launch.batch "$@" 3>&1 >&4; printf 'status\0%s\0' $?)
+    [ -z "$program" ] || [ -z "$early" ] || ask_to_save "$early"
     return "$status"
 } 4>&1
 
@@ -172,6 +172,7 @@ next_step() {
 # step_ended STATUS: starts the ranks again with restarts=, requeues a job that was stopped, or returns the exit status of the run
 step_ended() {
     require_python "$1"
+    program='' early='' # a signal that comes now is for the attempt that follows
     follow step-ended "$recipe" "$1"
 }
 

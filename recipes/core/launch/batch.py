@@ -110,9 +110,15 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     shell += [("cd", str(code)), *(("word", word) for word in spec.words)]
     shell += [("step", option) for option in (*spec.step, *in_reserve)]
     shell += [("watched", "1")] if spec.settings.run.restarts else []
-    if jobs.is_program(settings):  # its ranks need not end together
-        shell += [("program", recipe), ("step", "--wait=0")]
+    shell += _of_program(settings)
     return [*shell, *(("inside", word) for word in spec.inside)]
+
+
+def _of_program(settings: Settings) -> Shell:
+    """What the script's shell does before the ranks of a program, which need not end together."""
+    if not jobs.is_program(settings):
+        return []
+    return [("program", settings.recipe), ("step", "--wait=0")]
 
 
 def _words(settings: Settings) -> list[str]:
@@ -354,12 +360,9 @@ def _again(spec: Spec, following: restart.Restart, environ: Environ) -> Shell:
     if jobs.is_program(spec.settings):
         _prepare_program(spec.settings, attempt, client.own(environ))
     options = [*spec.step, *following.options]
-    options += ["--wait=0"] if jobs.is_program(spec.settings) else []
-    return [
-        ("export", f"{attempts.VARIABLE}={attempt.folder}"),
-        ("again", "1"),
-        *(("step", option) for option in options),
-    ]
+    shell = [("export", f"{attempts.VARIABLE}={attempt.folder}"), ("again", "1")]
+    shell += [("step", option) for option in options]
+    return shell + _of_program(spec.settings)
 
 
 def _max_requeues(settings: Settings, attempt: Attempt) -> int:

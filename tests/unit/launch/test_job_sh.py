@@ -143,6 +143,25 @@ def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(
     assert "not_killed" in bench.files
 
 
+def test_a_signal_that_comes_between_two_starts_is_for_the_second(bench: Bench) -> None:
+    """A restart examines the nodes for half a minute."""
+    second = bench.folder / "run/attempts/0001"
+    again = f'printf "%s\\0" export RECIPES_ATTEMPT={second} again 1 program script >&3'
+    first_end = f'touch "$NOTES/ended"; mkdir {second}; kill -USR2 "$SHELL_PID"; sleep 0.3; {again}'
+    bench.stub(
+        "python",
+        f'case "$*" in *"batch step-ended"*) [ -e "$NOTES/ended" ] || {{ {first_end}; }}; exit ;; '
+        f'esac; exec {shlex.quote(sys.executable)} "$@"',
+    )
+    (bench.folder / "job.sh").write_text("export SHELL_PID=$$\n. sbatch/script_2x8.sh")
+    _, stderr = bench.run(bench.folder / "job.sh", f"script={__file__}", bench.run_dir)
+    reasons = [
+        json.loads((bench.folder / f"run/attempts/{number}/stop.json").read_text())["reason"]
+        for number in ("0000", "0001")
+    ]
+    assert reasons == ["", "SIGUSR2"], stderr
+
+
 @pytest.mark.parametrize(
     "options",
     ["errexit", "nounset", "noglob:noclobber", "posix", "errexit:nounset:noglob:noclobber:posix"],
