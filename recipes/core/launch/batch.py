@@ -385,9 +385,12 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
     """
     job_id = environment.job_id(environ)
     restarts = environment.restarts(environ)
-    facts = attempt.facts()
+    # restarts= may have started the ranks several times since the job began
+    begun = [each for each in restart.of_this_start(attempt, environ) if each.has_begun]
+    first = begun[-1] if begun else attempt
+    facts = first.facts()
     if facts.get("of_program"):  # it counts no steps
-        has_progress = saves.has_changed(attempt) is not False
+        has_progress = saves.has_changed(first) is not False
     else:
         has_progress = step > facts.get("step", step)
     try:
@@ -397,7 +400,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
         decided = None if job.is_over_time else job.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
-        elif not decided and restarts and attempt.number and not has_progress:
+        elif not decided and restarts and first.number and not has_progress:
             decided = Next.no_progress
         # Recorded before the requeue, since the requeue ends this job and the next attempt may
         # begin a moment later.

@@ -68,6 +68,13 @@ def first_nodes(spec: Spec, environ: Environ) -> list[str]:
     return options_of(nodes[: len(nodes) - spare], environ)
 
 
+def of_this_start(attempt: Attempt, environ: Environ) -> list[Attempt]:
+    """The attempts of this start of the job in the run of ``attempt``, newest first."""
+    launch = directory.launch_id(environ)
+    every = attempts.every(attempt.run_dir)
+    return [each for each in every if each.facts().get("launch") == launch]
+
+
 def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Restart:
     """What follows a step whose ranks have failed. Opens the new attempt, or requeues the job
     without bad nodes.
@@ -76,9 +83,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Re
     recipe = spec.settings.recipe
     if not outcome.kind or not outcome.kind.is_curable:
         return Restart("")
-    launch = directory.launch_id(environ)
-    every = attempts.every(attempt.run_dir)
-    history = [each for each in every if each.facts().get("launch") == launch]
+    history = of_this_start(attempt, environ)
     used = len(history) - 1
     if used >= run.restarts:
         return Restart(f"not started again, since restarts={run.restarts} is reached")

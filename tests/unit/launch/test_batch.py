@@ -345,6 +345,8 @@ def test_a_job_without_progress_is_not_requeued(
     finish(preempted, SLURM_RESTART_COUNT="1")
     assert next_of(preempted) == "requeued"
     (stubs.folder / "scontrol.calls").unlink()
+    first = attempts.newest(preempted)
+    files.write_json(first.folder / "opened.json", {**first.facts(), "launch": "7.0"})
     again = helpers.attempt(preempted, step=12)
     directory.write_status(preempted, "preempted", attempt=again.number, step=12)
     assert finish(preempted, SLURM_RESTART_COUNT="1") == errors.EXIT_REQUEUE
@@ -361,17 +363,25 @@ def test_a_job_without_progress_is_not_requeued(
     assert next_of(preempted) == "requeued"
 
 
+def test_progress_before_a_restart_of_the_ranks_counts(preempted: Path, stubs: Stubs) -> None:
+    """The requeued job is stopped while the ranks start again."""
+    stub_scontrol(stubs, f"{RUNNING} Restarts=1")
+    for step in (12, 90):
+        attempt = helpers.attempt(preempted, launch="7.1", step=step)
+    directory.write_status(preempted, "preempted", attempt=attempt.number, step=90)
+    finish(preempted, SLURM_RESTART_COUNT="1")
+    assert next_of(preempted) == "requeued"
+
+
 PROGRAM = f"program={__file__}"
 
 
-def stopped_program(
-    run_dir: Path, launch: str = "7.1", catches: Sequence[str] | None = None
-) -> Attempt:
+def stopped_program(run_dir: Path, catches: Sequence[str] | None = None) -> Attempt:
     """The last of two attempts of a program, which was stopped. catches: the signals, None if the
     program has ended before.
     """
     for number in range(2):
-        attempt = helpers.attempt(run_dir, launch=launch, step=None)
+        attempt = helpers.attempt(run_dir, launch=f"7.{number}", step=None)
         attempts.begin(attempt, 0, own=False, of_program=True)
         directory.write_status(run_dir, "preempted", attempt=number, step=0)
     attempts.record(
