@@ -254,7 +254,8 @@ def ask_to_stop(recipe: str, name: str, environ: Environ) -> int:
         say(f"{recipe}: SIG{name} is ignored, since stop_before_s=0 is given", 1)
         return EXIT_DONE
     left_s = client.seconds_left(environ)
-    notice_s = stop_note.read(attempt).before_s or 0.0
+    # unknown if Slurm did not answer when the job began
+    notice_s = stop_note.read(attempt).before_s or jobs.signal_s(settings)
     early_s = (left_s or 0.0) - notice_s
     is_of_limit = SEEN_S < early_s <= jobs.signal_s(settings) - notice_s + EARLY_S
     at = time.time() + (early_s if is_of_limit else SEEN_S)

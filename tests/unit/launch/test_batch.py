@@ -494,6 +494,7 @@ def test_a_program_that_hung_is_requeued_if_the_user_asks_for_it(
         (120.0, 3000.0, (), 10.0),
         (120.0, None, (), 10.0),
         (None, float("inf"), (), 10.0),
+        (None, 170.0, (), 50.0),  # Slurm did not answer when the job began
         (15.0, 58.0, (), 43.0),  # a job of a minute: its signal comes at its start
         (300.0, 355.0, ("stop_before_s=300",), 55.0),
         (300.0, 365.0, ("stop_before_s=300",), 10.0),
@@ -519,7 +520,7 @@ def test_a_program_is_asked_to_stop_exactly_before_its_time_limit(
     assert batch.ask_to_stop("script", "USR1", environ) == 0
     note = stop_note.read(attempt)
     assert note.reason == "SIGUSR1"
-    assert note.before_s == (before_s or 0.0)
+    assert note.before_s == (before_s or 120.0)
     assert note.ends is False
     assert note.at - now == pytest.approx(expected_s, abs=1.0)
     assert (note.limit_at or now) - now == pytest.approx(left_s or 0.0, abs=1.0)
