@@ -118,9 +118,13 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
         _require_other_nodes(run_dir / "job.sh", excluded, job)
         files.write_json(run_dir / COUNT, {"job_id": job_id, "count": count + 1})
         client.requeue(job_id, environment.restarts(environ))
-        client.exclude(job_id, excluded)
     except (OSError, subprocess.SubprocessError) as error:
         return f"a requeue that excludes them failed ({client.said(error)}): {by_hand}"
+    try:
+        client.exclude(job_id, excluded)
+    except (OSError, subprocess.SubprocessError) as error:
+        by_hand = f"type scontrol update JobId={job_id} ExcNodeList={excluded}"
+        return f"requeued, but not without them ({client.said(error)}): {by_hand}"
     return f"requeued without them (requeues left: {most - count - 1})"
 
 

@@ -154,6 +154,18 @@ def test_a_refused_requeue_is_reported_in_one_line(
     assert not [call for call in stubs.calls("scontrol") if call[0] == "update"]
 
 
+def test_a_requeue_that_cannot_exclude_the_nodes_is_no_reason_to_submit_the_job_again(
+    script_job: ScriptJob, stubs: Stubs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stubs.add("scontrol", "if [ $1 = update ]; then echo not allowed >&2; exit 1; fi")
+    assert script_job.examine() == errors.EXIT_MACHINE
+    line = (
+        "mnist: bad nodes: n2,n3; requeued, but not without them (not allowed): "
+        "type scontrol update JobId=7 ExcNodeList=n2,n3\n"
+    )
+    assert capfd.readouterr().err == line
+
+
 def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
     script_job: ScriptJob, stubs: Stubs
 ) -> None:
