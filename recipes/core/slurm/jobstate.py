@@ -58,7 +58,8 @@ ADVICE = {
     "InvalidAccount|InvalidQOS": "it never starts: cancel it, and give a valid account= or qos=",
     "JobLaunchFailure": "its batch script did not start: the folder of its log (-o) must exist",
     "JobHeldAdmin": "an administrator holds it",
-    "launch failed requeued held": (
+    # scontrol prints _ in place of the spaces
+    "launch[ _]failed[ _]requeued[ _]held": (
         "a node failed at its start: scontrol release lets it start again"
     ),
 }

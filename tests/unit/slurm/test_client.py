@@ -147,6 +147,8 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
         ("JobLaunchFailure", "the folder of its log"),
         ("QOSMaxGRESPerUser", "when other jobs have ended"),
         ("AssocGrpCpuLimit", "when other jobs have ended"),
+        ("launch failed requeued held", "scontrol release"),
+        ("launch_failed_requeued_held", "scontrol release"),
         ("Resources", ""),
         ("NotPartitionTimeLimit", ""),
     ],
