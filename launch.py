@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 # Modules are not loaded here: the job loads them on its node. The Python is printed last, without a
-# line break.
+# line break: a file of the user ($BASH_ENV) may print lines before it.
 CHOOSE = (
     '. sbatch/job.sh; load() { :; }; site >&2; find_python "$PWD" "$@" >&2; printf %s "$python"'
 )
@@ -65,7 +65,7 @@ def _choose_python(argv: "list[str]") -> str:
         command = ["bash", "-c", CHOOSE, "launch.py", *([chosen] if enough else [])]
         done = subprocess.run(command, cwd=str(ROOT), env=environ, stdout=subprocess.PIPE)
         if done.returncode == 0:
-            chosen = os.fsdecode(done.stdout)
+            chosen = os.fsdecode(done.stdout.rpartition(b"\n")[2])
         # print is for any machine
         elif done.returncode != 3 or not enough or words.get("launcher") != "print":
             sys.exit(done.returncode)

@@ -63,7 +63,9 @@ def test_launch_py_restarts_in_the_profiles_environment(bench: Bench) -> None:
     # the job loads the modules
     profile.write_text(f"environment: {environment}\nmodules:\n  - nosuch\n")
     taken = f"taken: {bench.root}/launch.py recipe=toy; {environment}/bin/python\n"
-    assert launch_py(bench, RECIPES_CLUSTER="here", **ENOUGH) == (0, taken, "")
+    (bench.folder / "bashrc").write_text("echo Site news\n")  # bash reads it at each start
+    start_up = {"BASH_ENV": f"{bench.folder}/bashrc"}
+    assert launch_py(bench, RECIPES_CLUSTER="here", **start_up, **ENOUGH) == (0, taken, "")
     # A conda environment is no venv.
     profile.write_text(f"environment: {Path(os.path.realpath(sys.executable)).parents[1]}\n")
     _, stdout, _ = launch_py(bench, "launcher=print", RECIPES_CLUSTER="here", **ENOUGH)
