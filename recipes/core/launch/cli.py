@@ -15,6 +15,7 @@ from recipes.core.errors import (
     ConfigError,
     EXIT_CONFIG,
     EXIT_DONE,
+    EXIT_MACHINE,
     InputError,
     MachineError,
 )
@@ -105,10 +106,12 @@ def _main(argv: list[str], told: dict[str, Any], python: str) -> int:
         told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
         print(told["script"], end="")
         return EXIT_DONE
-    except (ConfigError, InputError, MachineError) as error:
+    except BrokenPipeError:  # of a reader such as head
+        raise
+    except (ConfigError, InputError, MachineError, OSError) as error:
         told["error"] = str(error)
         print(f"launch.py: {error}", file=sys.stderr)
-        return error.exit_status
+        return getattr(error, "exit_status", EXIT_MACHINE)
     except KeyboardInterrupt:
         return 130
     finally:

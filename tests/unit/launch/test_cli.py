@@ -70,6 +70,16 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     assert "job 7 continues; cancel it with: scancel 7" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_prints_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a new recipe in an administrator's clone."""
+    monkeypatch.setattr(cli.new, "new", lambda *words: (tmp_path / "no/mine.py").write_text(""))
+    assert cli.main(["new", "mine"], sys.executable) == errors.EXIT_MACHINE
+    line = f"launch.py: [Errno 2] No such file or directory: '{tmp_path}/no/mine.py'\n"
+    assert capsys.readouterr().err == line
+
+
 def test_commands_on_runs_ask_the_cluster_to_which_jobs_are_submitted(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
