@@ -92,7 +92,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
             exported[attempts.VARIABLE] = str(attempt.folder)
             _require_unused(settings, attempt, job, environ)
             code = _code(environ, attempt.run_dir)
-            _describe(settings, run_dir, script, code, job, job_id)
+            _describe(settings, run_dir, script, code, job, environ)
             if jobs.is_program(settings):
                 _prepare_program(settings, attempt, job)
         spec, variables = _resolve(settings, code, job, {**environ, **exported})
@@ -126,7 +126,7 @@ def _words(settings: Settings) -> list[str]:
 
 
 def _describe(
-    settings: Settings, run_dir: Path, script: Path, code: Path, job: Job, job_id: str
+    settings: Settings, run_dir: Path, script: Path, code: Path, job: Job, environ: Environ
 ) -> None:
     """Writes job.sh and job.yaml. The recipe reports a run directory that cannot be written."""
     with contextlib.suppress(OSError):
@@ -134,13 +134,14 @@ def _describe(
         jobs.record(
             run_dir,
             text,
-            job_id,
+            environment.job_id(environ),
             settings.recipe,
             _words(settings),
             root=str(source.home(ROOT)),
             code=str(code),
             log=job.log,
             options=jobs.options_of(job, text.decode(errors="replace")),
+            variables=jobs.of_site(environ),
         )
 
 

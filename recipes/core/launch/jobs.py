@@ -21,6 +21,7 @@ from recipes.core.files import Json
 from recipes.core.launch import container
 from recipes.core.run import directory
 from recipes.core.slurm import jobstate, script
+from recipes.core.variables import Environ
 
 GPU_CPUS = 8  # default number of CPUs of a rank that has a GPU
 CPU_WORKERS = 6  # default number of CPUs for the loader of a rank that has none
@@ -39,6 +40,15 @@ OF_SUBMISSION = (
     "partition",
     "account",
     "qos",
+)
+# The variables that a script is submitted again with. A script of launch.py exports most of them.
+OF_SITE = (
+    "RECIPES_CLUSTER",
+    "RECIPES_CONTAINER",
+    "RECIPES_CONTAINER_RUNTIME",
+    "RECIPES_CONTAINER_MOUNTS",
+    "RECIPES_DATA",
+    "RECIPES_SNAPSHOT",
 )
 
 
@@ -65,8 +75,8 @@ def record(
     """Writes job.sh and job.yaml to the run directory, so that a pending job is visible. Raises
     OSError, and MachineError if the run directory is another user's.
 
-    more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch
-    with which the script is submitted again.
+    more: ``root`` (the repository), ``code`` (its snapshot), ``log``, and ``options`` of sbatch and
+    ``variables`` with which the script is submitted again.
     """
     trust.own_folder(run_dir)
     # The atomic rename replaces a symbolic link that another user may have planted.
@@ -89,6 +99,13 @@ def write_description(run_dir: Path, description: Json) -> None:
     """Writes job.yaml with its mark. Raises OSError."""
     content = directory.marked(run_dir, description)
     trust.write_own(run_dir / "job.yaml", json.dumps(content, indent=1).encode() + b"\n")
+
+
+def of_site(environ: Environ) -> dict[str, str]:
+    """The variables of the user's shell that choose the site, the container and the data of a
+    job.
+    """
+    return {name: environ[name] for name in OF_SITE if name in environ}
 
 
 def options_of(job: jobstate.Job, text: str) -> list[str]:

@@ -334,7 +334,8 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     trust.own_folder(folder)
     arguments = [str(word) for word in described.get("arguments") or ()]
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
-    settings = command_line.parse(arguments, recipe=str(described.get("recipe")))
+    environ = {**os.environ, **_variables(described)}
+    settings = command_line.parse(arguments, recipe=str(described.get("recipe")), environ=environ)
     typed = settings.absolute(settings.typed, Path.cwd())
     return [f"{name}={value}" for name, value in typed.items()]
 
@@ -355,6 +356,11 @@ def _own_description(folder: Path) -> dict[str, Any]:
     if not directory.is_marked(folder, described):
         raise MachineError(_not_executed(folder, described, "job.yaml: was copied here"))
     return described
+
+
+def _variables(described: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the shell in which the job was submitted first. {} in an earlier version's file."""
+    return dict(described.get("variables") or {})
 
 
 def _not_executed(folder: Path, described: dict[str, Any], why: str) -> str:
@@ -379,7 +385,8 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
             if element:
                 options.append(f"--array={element}")
             root = str(described.get("root"))
-            job_id = client.submit_open_file(script.fileno(), arguments, options, root)
+            variables = _variables(described)
+            job_id = client.submit_open_file(script.fileno(), arguments, options, variables, root)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise MachineError(f"sbatch refuses {_short(run.folder)}: {client.said(error)}") from None
 

@@ -161,6 +161,7 @@ def _describe(
                 root=root,
                 code=job.variables.get("RECIPES_CODE", root),
                 log=str(log),
+                variables=jobs.of_site(os.environ),
             )
     except (OSError, MachineError) as error:  # the job is already in the queue
         why = f"cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)

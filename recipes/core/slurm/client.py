@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -293,16 +293,20 @@ def try_script(
 
 
 def submit_open_file(
-    descriptor: int, words: Sequence[str], options: Sequence[str], cwd: str
+    descriptor: int,
+    words: Sequence[str],
+    options: Sequence[str],
+    variables: Mapping[str, str],
+    cwd: str,
 ) -> str:
-    """Submits the script in an open file, with its arguments ``words``. Returns the ID of the job.
-    Raises OSError and subprocess.SubprocessError.
+    """Submits the script in an open file, with its arguments ``words``, and with ``variables`` in
+    its environment. Returns the ID of the job. Raises OSError and subprocess.SubprocessError.
     """
     script = f"/proc/self/fd/{descriptor}"
     done = subprocess.run(
         ["sbatch", "--parsable", *options, script, *words],
         cwd=cwd,
-        env=environment.clean(os.environ),
+        env={**environment.clean(os.environ), **variables},
         capture_output=True,
         text=True,
         check=True,

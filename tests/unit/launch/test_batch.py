@@ -16,7 +16,7 @@ import pytest
 
 from recipes.core import errors, files
 from recipes.core.errors import ConfigError, Kind, MachineError
-from recipes.core.launch import batch, restart
+from recipes.core.launch import batch, restart, run_commands, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, record, saves, source, stop_note
 from recipes.core.run import spec as specs
@@ -668,6 +668,29 @@ def test_a_ready_script_starts_one_task_per_node_for_a_program_with_a_launcher(
     )
     with pytest.raises(ConfigError, match=line):
         begin(tmp_path, *words, recipe="script")
+
+
+def test_a_ready_script_is_submitted_again_with_its_site_and_container(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cluster= is no argument of the recipe: sbatch/job.sh exports it."""
+    stub_scontrol(stubs)
+    stubs.add("apptainer", "")
+    site = {"RECIPES_CLUSTER": "example", "RECIPES_CONTAINER": "docker://x"}
+    site["RECIPES_SNAPSHOT"] = "false"
+    with monkeypatch.context() as in_job:
+        for name, value in site.items():
+            in_job.setenv(name, value)
+        begin(tmp_path, PATH=os.environ["PATH"], **site)
+    folder = tmp_path / "run"
+    run = runs.read(folder, {})
+    arguments = run_commands.to_resume(run, [])
+    stubs.add("sbatch", "env > $NOTES/environ; echo 8")
+    run_commands.resume(run, arguments)
+    submitted = (stubs.folder / "environ").read_text().splitlines()
+    assert {f"{name}={value}" for name, value in site.items()} <= set(submitted)
+    described = json.loads((folder / "job.yaml").read_text())
+    assert (described["job_id"], described["variables"]) == ("8", site)
 
 
 def test_an_environment_is_found_from_every_folder(

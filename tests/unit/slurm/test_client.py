@@ -245,11 +245,14 @@ def test_the_limits_are_those_of_the_named_or_the_default_partition(stubs: Stubs
 
 
 def test_the_id_of_a_job_on_another_cluster_is_without_its_name(stubs: Stubs) -> None:
-    stubs.add("sbatch", "echo '12;there'")
+    stubs.add("sbatch", 'echo "$RECIPES_CLUSTER" > $NOTES/cluster; echo "12;there"')
+    variables = {"RECIPES_CLUSTER": "site"}
     with open(__file__) as script:
-        job_id = client.submit_open_file(script.fileno(), ["lr=1"], ["--nodes=2"], "/")
+        number = script.fileno()
+        job_id = client.submit_open_file(number, ["lr=1"], ["--nodes=2"], variables, "/")
         path = f"/proc/self/fd/{script.fileno()}"
     assert job_id == "12"
+    assert (stubs.folder / "cluster").read_text() == "site\n"
     assert stubs.calls("sbatch") == [["--parsable", "--nodes=2", path, "lr=1"]]
 
 
