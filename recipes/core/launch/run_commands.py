@@ -32,6 +32,7 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, directory, in_use, ledger, positions, record, table
 from recipes.core.run.record import State
 from recipes.core.slurm import client
+from recipes.core.slurm.script import SHARED
 from recipes.core.launch.runs import Run, find, read
 
 LOG_BYTES = 1 << 16  # of another user's log, from its end
@@ -379,8 +380,13 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
         # sbatch reads the file that was checked, also if another one takes its name meanwhile.
         described = _own_description(folder)
         with trust.open_own(folder / "job.sh") as script:
-            if hashlib.sha256(script.read()).hexdigest() != described.get("script"):
+            text = script.read()
+            if hashlib.sha256(text).hexdigest() != described.get("script"):
                 raise MachineError(_not_executed(folder, described, "job.sh: was changed"))
+            shared = f"{described.get('code')}/{SHARED}"  # a ready script takes a new snapshot
+            if f". {shlex.quote(shared)} ".encode() in text and not os.path.exists(shared):
+                why = f"job.sh: uses {shared}, which was removed"
+                raise MachineError(_not_executed(folder, described, why))
             options = [*described.get("options", ())]
             if element:
                 options.append(f"--array={element}")

@@ -509,6 +509,23 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     assert "lr=1" not in words
 
 
+def test_a_run_whose_snapshot_was_removed_is_not_submitted(root: Path, stubs: Stubs) -> None:
+    code = root / "runs/code/copy"
+    folder = root / "runs/mnist/20"
+    text = f"#!/bin/bash\n. {code}/sbatch/job.sh || exit\n".encode()
+    jobs.record(folder, text, "20", "mnist", [], root=str(root), code=str(code))
+    stubs.add("scontrol", "")
+    stubs.add("sbatch", "echo 21")
+    run = runs.read(folder, {})
+    fix = f"start the run again with: python launch.py recipe=mnist run_dir={folder}"
+    with pytest.raises(MachineError, match=f"copy/sbatch/job.sh, which was removed, .*: {fix}"):
+        run_commands.resume(run, [])
+    assert not stubs.calls("sbatch")
+    (code / "sbatch").mkdir(parents=True)
+    (code / "sbatch/job.sh").touch()
+    assert run_commands.resume(run, []) == "submitted as job 21"
+
+
 def test_a_ready_script_is_submitted_again_with_its_size() -> None:
     text = """JobId=7 JobName=mnist
    Partition=gpu AllocNode:Sid=login:1 Account=(null) QOS=(null) TimeLimit=00:30:00
