@@ -153,7 +153,10 @@ def mine(timeout_s: float = OWN_JOB_S) -> dict[str, Line] | None:
     for line in asked.stdout.splitlines():
         job, state, start, nodes, left, priority, reason = line.split("|", 6)
         left_s = durations.seconds(left)
-        jobs[job] = Line(state, start, nodes, left_s, priority == "0", jobstate.reason_of(reason))
+        held = priority == "0"
+        # the first component of a heterogeneous job, on which the run is
+        job_id = job.removesuffix("+0")
+        jobs[job_id] = Line(state, start, nodes, left_s, held, jobstate.reason_of(reason))
     return jobs
 
 

@@ -206,6 +206,15 @@ def test_a_users_defaults_for_slurms_commands_have_no_effect(
     client.cancel("7")
 
 
+def test_a_heterogeneous_job_is_in_the_queue_by_its_id(stubs: Stubs) -> None:
+    stubs.add("squeue", 'for i in 0 1; do echo "7+$i|RUNNING|N/A|node$i|1:00|1|None"; done')
+    jobs = client.mine()
+    assert [(job_id, line.nodes) for job_id, line in jobs.items()] == [
+        ("7", "node0"),
+        ("7+1", "node1"),
+    ]
+
+
 def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
     """A busy controller does not always answer."""
     stubs.add(
