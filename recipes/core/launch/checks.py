@@ -38,7 +38,6 @@ from recipes.core.slurm import client, durations, environment
 
 LARGEST = 1 << 20  # bytes of a file that describes a run
 START_S = 300.0  # timeout for the recipe to reach its first step
-SLURM_S = 120.0  # timeout for Slurm's answer
 # checkpoints that need space beside those of keep_checkpoints=: the best one and the one being
 # written
 BESIDE_KEPT = 2

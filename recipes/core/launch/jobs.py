@@ -154,13 +154,6 @@ def through(settings: Settings) -> str:
     return "" if name == "rank" else name
 
 
-def tasks_per_node(settings: Settings) -> int:
-    """The tasks that the job starts on each node: one per rank, or a single one that starts the
-    ranks. Raises ConfigError.
-    """
-    return 1 if through(settings) else ranks_per_node(settings)
-
-
 def own_words(settings: Settings) -> dict[str, str]:
     """Keys of a program that starts its own ranks, which follow from job keys. Raises ConfigError
     for those that do not fit.
@@ -297,7 +290,7 @@ def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
         options = {"nodes": str(job.nodes or f"1-{gpus}"), "ntasks": str(gpus)}
     else:
         ranks = ranks_per_node(settings)
-        tasks = tasks_per_node(settings)
+        tasks = 1 if through(settings) else ranks
         nodes = (job.nodes or 1) + settings.run.spare
         options = {"nodes": str(nodes), "ntasks-per-node": str(tasks)}
 
