@@ -29,6 +29,7 @@ from recipes.core.config import profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import (
     EXIT_DONE,
+    EXIT_MACHINE,
     ConfigError,
     Kind,
     MachineError,
@@ -447,9 +448,9 @@ def main(argv: list[str]) -> int:
         if step == "examine":
             return examination.examine(recipe, int(words[0]), os.environ)
         return finish(recipe, int(words[0]), os.environ)
-    except (ConfigError, MachineError) as error:
+    except (ConfigError, MachineError, OSError) as error:
         say(f"{recipe}: {error}")
-        return error.exit_status
+        return getattr(error, "exit_status", EXIT_MACHINE)
 
 
 if __name__ == "__main__":

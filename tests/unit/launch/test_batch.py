@@ -723,6 +723,17 @@ def test_a_job_that_is_refused_after_its_attempt_was_opened_is_shown_as_refused(
     assert run.job["job_id"] == "7"
 
 
+def test_a_file_that_cannot_be_read_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a run_dir= below a folder of another user."""
+    monkeypatch.setattr(source, "go_home", lambda root: None)
+    monkeypatch.setattr(batch, "begin", lambda *words: (tmp_path / "no").read_text())
+    assert batch.main(["begin", "mnist", "job.sh"]) == errors.EXIT_MACHINE
+    line = f"mnist: [Errno 2] No such file or directory: '{tmp_path}/no'\n"
+    assert capfd.readouterr().err == line
+
+
 def test_finish_and_examine_ignore_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "go_home", lambda root: None)
     before = signal.getsignal(signal.SIGTERM)
