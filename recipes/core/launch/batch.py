@@ -329,7 +329,7 @@ def step_ended(
     has_failed = outcome.state in ("failed", "incomplete", judge.NOT_BEGUN)
     is_owner = not attempts.taken_over_by(attempt)
     if may_restart and settings.run.restarts and has_failed and is_owner:
-        following = restart.plan(attempt, outcome, spec, environ)
+        following = restart.plan(attempt, outcome, spec, run_dir, environ)
         after = following.line and f"; {following.line}"
         if following.attempt:
             directory.note_next(attempt.run_dir, Next.restarted, attempt.number)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.core import files
 from recipes.core.errors import ConfigError, Kind, kind_of
@@ -75,9 +76,11 @@ def of_this_start(attempt: Attempt, environ: Environ) -> list[Attempt]:
     return [each for each in every if each.facts().get("launch") == launch]
 
 
-def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Restart:
+def plan(
+    attempt: Attempt, outcome: Outcome, spec: Spec, run_dir: Path, environ: Environ
+) -> Restart:
     """What follows a step whose ranks have failed. Opens the new attempt, or requeues the job
-    without bad nodes.
+    without bad nodes. run_dir: of the job; that of an evaluation's attempt is inside.
     """
     run = spec.settings.run
     recipe = spec.settings.recipe
@@ -100,7 +103,7 @@ def plan(attempt: Attempt, outcome: Outcome, spec: Spec, environ: Environ) -> Re
     count = wanted if len(good) >= wanted else fewer
     if not count:
         names = ",".join(sorted(excluded))
-        requeued = examination.requeue_without(names, RESUBMITS, attempt.run_dir, environ)
+        requeued = examination.requeue_without(names, RESUBMITS, run_dir, environ)
         return Restart(f"too few nodes are left without {names}; {requeued}")
     options = ["--overlap"]  # of a node that does not answer, Slurm has not taken back its tasks
     if excluded or run.spare:

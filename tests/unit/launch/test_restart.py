@@ -40,12 +40,13 @@ def failed(run_dir: Path, steps: Sequence[int] = (0,)) -> Attempt:
 
 
 @pytest.fixture
-def bad_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def bad_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The nodes that a test calls bad."""
     bad: set[str] = set()
     monkeypatch.setattr(restart, "_bad_nodes", lambda nodes, *rest: bad & set(nodes))
 
-    def requeue(nodes: str, most: int, *rest: object) -> str:
+    def requeue(nodes: str, most: int, run_dir: Path, environ: object) -> str:
+        assert run_dir == tmp_path.parent  # an attempt may be inside it, for an evaluation
         return f"requeued without {nodes} at most {most} times"
 
     monkeypatch.setattr(restart.examination, "requeue_without", requeue)
@@ -55,7 +56,8 @@ def bad_nodes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def planned(run_dir: Path, *words: str, kind: Kind = Kind.killed) -> restart.Restart:
     attempt = attempts.newest(run_dir)
     assert attempt
-    return restart.plan(attempt, Outcome("failed", kind), spec_of(run_dir, *words), ENVIRON)
+    outcome = Outcome("failed", kind)
+    return restart.plan(attempt, outcome, spec_of(run_dir, *words), run_dir.parent, ENVIRON)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
