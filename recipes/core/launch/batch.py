@@ -391,11 +391,6 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
     # restarts= may have started the ranks several times since the job began
     begun = [each for each in restart.of_this_start(attempt, environ) if each.has_begun]
     first = begun[-1] if begun else attempt
-    facts = first.facts()
-    if facts.get("of_program"):  # it counts no steps
-        has_progress = saves.has_changed(first) is not False
-    else:
-        has_progress = step > facts.get("step", step)
     try:
         job = client.find(job_id)
         if not job:
@@ -403,7 +398,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
         decided = None if job.is_over_time else job.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
-        elif not decided and restarts and first.number and not has_progress:
+        elif not decided and restarts and first.number and not _has_progress(first, step):
             decided = Next.no_progress
         # Recorded before the requeue, since the requeue ends this job and the next attempt may
         # begin a moment later.
@@ -417,6 +412,16 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
     if decided is Next.held:
         return f"requeued, but {jobstate.describe(job)}"
     return outlook.NOT_REQUEUED.get(decided, "requeued by Slurm")
+
+
+def _has_progress(attempt: Attempt, step: int) -> bool:
+    """Whether a run has completed a step, or a program has changed a file, since an attempt
+    began. step: at which the run was saved. For a program, it looks at each of its files.
+    """
+    facts = attempt.facts()
+    if facts.get("of_program"):  # it counts no steps
+        return saves.has_changed(attempt) is not False
+    return bool(step > facts.get("step", step))
 
 
 def _tell_shell(shell: Shell) -> None:

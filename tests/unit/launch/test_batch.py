@@ -401,6 +401,18 @@ def test_a_program_is_requeued_without_steps_up_to_max_requeues(
     assert "mnist: stopped; requeued (restart 2 of at most 20)" in capfd.readouterr().out
 
 
+def test_the_first_start_of_a_program_is_requeued_without_a_look_at_its_files(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow file system, that takes longer than Slurm waits before it kills the job script."""
+    stub_scontrol(stubs)
+    attempt = stopped_program(tmp_path)
+    saves.note(attempt, "")
+    monkeypatch.setattr(saves, "digest", lambda *words: pytest.fail("read the files"))
+    assert finish(tmp_path) == 75
+    assert next_of(tmp_path) == "requeued"
+
+
 def test_a_requeued_program_that_saves_nothing_is_not_requeued_again(
     tmp_path: Path, stubs: Stubs
 ) -> None:
