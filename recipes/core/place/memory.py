@@ -49,23 +49,29 @@ class Memory:
         """Whether the kernel has killed a process of this task since then."""
         return count_kills(self.cgroup) > self.kills
 
-    def wait(self) -> None:
-        """Returns when the limit is used up, before the kernel has ended a process. Raises OSError
-        if cgroups do not tell it.
+    def events(self) -> Iterator[None]:
+        """Yields each time that the limit may be used up, before the kernel has ended a process.
+        Raises OSError if cgroups do not tell it.
         """
         cgroup = self.cgroup or Path()
-        if (cgroup / EVENTS[1]).exists():
+        is_v2 = (cgroup / EVENTS[1]).exists()
+        poll = select.poll()
+        if is_v2:
             descriptor = os.open(cgroup / EVENTS[1], os.O_RDONLY)
-            event = select.POLLPRI
+            poll.register(descriptor, select.POLLPRI)
         else:  # cgroup v1 allows this to root only
             descriptor = os.eventfd(0)
-            event = select.POLLIN
+            poll.register(descriptor, select.POLLIN)
             with open(cgroup / EVENTS[0]) as control:
                 (cgroup / "cgroup.event_control").write_text(f"{descriptor} {control.fileno()}")
-        poll = select.poll()
-        poll.register(descriptor, event)
-        poll.poll()
-        os.close(descriptor)
+        while True:
+            poll.poll()
+            # until an event is read, each poll returns at once
+            if is_v2:
+                os.pread(descriptor, 1, 0)
+            else:
+                os.eventfd_read(descriptor)
+            yield
 
     def describe(self, rank: int | None = None) -> str:
         """The limit, and the largest memory that each task of this node has used.

@@ -221,8 +221,7 @@ def watch_memory(parent: int, pulse: Pulse, task_memory: Memory) -> None:
     With one rank on a node, Slurm kills this process some milliseconds after the parent has ended.
     """
     with contextlib.suppress(OSError):
-        while True:
-            task_memory.wait()
+        for _ in task_memory.events():
             deadline = time.monotonic() + TELL_S
             while time.monotonic() < deadline:
                 if task_memory.is_exceeded and not proctree.read(parent):

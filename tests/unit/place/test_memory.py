@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None
 def test_only_kills_since_the_start_count(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
     assert [memory.Memory(cgroup, kills).is_exceeded for kills in (1, 2)] == [True, False]
+
+
+def test_an_event_is_reported_once(tmp_path: Path) -> None:
+    """A watchdog waits for the next one, and does not look hundreds of times a second."""
+    # another file of the kernel that reports its changes as a cgroup of version 2 does
+    (tmp_path / "memory.events").symlink_to("/sys/class/net/lo/operstate")
+    events = memory.Memory(tmp_path, 0).events()
+    next(events)  # until it is read, a file reports an event
+    waiting = threading.Thread(target=next, args=(events,), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
 
 
 def test_without_a_cgroup_nothing_is_known(tmp_path: Path) -> None:
