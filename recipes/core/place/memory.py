@@ -85,9 +85,10 @@ class Memory:
         peaks = sorted(task_peaks(self.cgroup).items(), key=lambda peak: -peak[1])
         name = "task"
         before = 0
-        if peaks and rank is not None and self.cgroup:
+        own = _task(self.cgroup) if self.cgroup else None
+        if peaks and rank is not None and own is not None:
             name = "rank"
-            before = rank - _task(self.cgroup)
+            before = rank - own
         sizes = [f"{name} {before + task} {files.size_text(size)}" for task, size in peaks]
         return f"{line}; peak memory: {', '.join(sizes)}" if sizes else line
 
@@ -117,15 +118,19 @@ def limits(cgroup: Path | None) -> list[int]:
 
 def task_peaks(cgroup: Path | None) -> dict[int, int]:
     """The largest memory of each task of this step on this node, in bytes, by the task's number."""
-    peaks = {}
+    peaks = dict[int, int]()
     for folder in cgroup.parent.glob("task_*") if cgroup else ():
+        task = _task(folder)
         for text in _texts(folder, PEAKS):
-            peaks[_task(folder)] = int(text)
+            if task is not None:
+                peaks[task] = int(text)
     return peaks
 
 
-def _task(cgroup: Path) -> int:
-    return int(cgroup.name.removeprefix("task_"))
+def _task(cgroup: Path) -> int | None:
+    """The number of a task; None for task_special, in which Slurm puts processes of no task."""
+    number = cgroup.name.removeprefix("task_")
+    return int(number) if number.isdecimal() else None
 
 
 def _texts(cgroup: Path | None, names: tuple[str, ...]) -> Iterator[str]:

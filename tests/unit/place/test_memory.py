@@ -26,6 +26,8 @@ V2 = {
     "sys/fs/cgroup/slurm/job_7/step_0/task_0/memory.peak": "1500000000",
     "sys/fs/cgroup/slurm/job_7/step_0/task_1/memory.peak": "400000000",
     "sys/fs/cgroup/slurm/job_7/step_0/task_1/memory.events": "max 5\noom 3\noom_kill 2\n",
+    "sys/fs/cgroup/slurm/job_7/step_0/task_special/memory.peak": "4096",
+    "sys/fs/cgroup/slurm/job_7/step_0/task_special/memory.events": "max 0\noom 0\noom_kill 0\n",
 }
 
 
@@ -61,6 +63,13 @@ def test_tasks_may_be_numbered_over_all_nodes(tmp_path: Path) -> None:
 def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None:
     cgroup = memory.own_cgroup(make(tmp_path, V2))
     line = memory.Memory(cgroup, 1).describe()
+    assert line.endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
+
+
+def test_a_process_of_no_task_has_no_number(tmp_path: Path) -> None:
+    """Such as one that mpirun has started over ssh."""
+    content = V2 | {"proc/self/cgroup": "0::/slurm/job_7/step_0/task_special\n"}
+    line = memory.Memory(memory.own_cgroup(make(tmp_path, content)), 0).describe(rank=5)
     assert line.endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
 
 
