@@ -308,6 +308,7 @@ def record(
     progress: float | None = None,
     name: str = "rank",
     is_ending: bool = False,
+    by_other: bool = False,
 ) -> None:
     """Writes the error record of a rank. Raises OSError.
 
@@ -315,8 +316,12 @@ def record(
     rank has its own file. rank: None if no rank is known to be the cause. behind: the rank that did
     not arrive, as `World.behind` returns it. moment: of the failure, as time.time(); None means
     now. progress: when the rank made progress last; None if unknown. is_ending: whether the rank
-    still saves or asks the other ranks where they are, and then replaces the record.
+    still saves or asks the other ranks where they are, and then replaces the record. by_other:
+    whether another process writes it; it does not replace what the rank has written itself.
     """
+    path = attempt.folder / "failed" / f"{name}{rank or 0:04d}.json"
+    if by_other and path.exists():
+        return
     content = {
         "rank": rank,
         "host": host,
@@ -328,7 +333,7 @@ def record(
         "progress": progress,
         "is_ending": is_ending,
     }
-    files.write_json(attempt.folder / "failed" / f"{name}{rank or 0:04d}.json", content)
+    files.write_json(path, content)
 
 
 def records(attempt: Attempt) -> list[files.Json]:

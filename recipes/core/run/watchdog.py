@@ -284,6 +284,7 @@ def _record(note: Mapping[str, Any], kind: Kind, line: str, exit_status: int = E
                 error=line,
                 exit_status=exit_status,
                 progress=time.time() - note["unchanged_s"],
+                by_other=True,
             )
 
 

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipes.core.errors import Kind
+from recipes.core.place.memory import Memory
 from recipes.core.run import attempt, watchdog
 from tests import helpers
 from tests.helpers import ROOT
@@ -160,6 +162,19 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
         hangs.set()
         process.kill()
         process.wait()
+
+
+def test_a_rank_that_has_said_why_it_fails_is_believed(tmp_path: Path) -> None:
+    """The kernel may have killed a worker of it, or with launcher=local another rank."""
+    started = helpers.attempt(tmp_path)
+    attempt.record(started, rank=3, host="node7", kind=Kind.peer_lost, error="lost rank 2")
+    pulse = watchdog.Pulse()
+    pulse.beat(watchdog.DATA)
+    for rank in (2, 3):
+        pulse.tell(recipe="toy", rank=rank, host="node7", attempt=str(started.folder))
+        watchdog._tell_out_of_memory(pulse, Memory(None, 0))
+    kinds = [helpers.failure(tmp_path, rank)["kind"] for rank in (2, 3)]
+    assert kinds == ["out-of-memory", "peer-lost"]
 
 
 def test_it_ignores_the_signals_of_slurm_and_ends_with_its_rank(tmp_path: Path) -> None:
