@@ -279,9 +279,10 @@ def _first_failure(
 def _represents(causes: Sequence[RankFacts]) -> RankFacts:
     """The earliest cause. The lowest rank represents ranks that are refused for the same reason."""
     first = causes[0]
-    # With these kinds, a user's program may have ended with any exit status, even one that has
-    # another meaning for a recipe.
-    if first["exit_status"] == EXIT_CRASH or _kind(first) in (Kind.error, Kind.killed):
+    # A user's program may have ended with any exit status, also with one that has another meaning
+    # for a recipe.
+    is_refused = first["exit_status"] in (EXIT_CONFIG, EXIT_MACHINE)
+    if not is_refused or _kind(first) in (Kind.error, Kind.killed):
         return first
     alike = [cause for cause in causes if cause["kind"] == first["kind"]]
     return min(alike, key=lambda cause: cause["rank"])

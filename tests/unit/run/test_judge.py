@@ -104,6 +104,15 @@ def judged(
             Kind.killed,
         ),
         (
+            [
+                (3, Kind.out_of_memory, "x", {"exit_status": 137}),
+                (0, Kind.out_of_memory, "y", {"exit_status": 137}),
+            ],
+            "rank 3 on b failed first: x",
+            3,
+            Kind.out_of_memory,
+        ),
+        (
             [(3, Kind.error, "x", {"exit_status": 2}), (0, Kind.error, "y")],
             "rank 3 on b failed first: x",
             3,
