@@ -58,8 +58,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/run/trackers.py",
-        'max(run.status.get("step", 0) - 1,',
-        'max(run.status.get("step", 0),',
+        "max(run.saved_step - 1,",
+        "max(run.saved_step,",
         "a row whose evaluation was postponed is exported without its results, and never again",
         "tests/unit/run/test_trackers.py",
     ),

@@ -155,15 +155,29 @@ class Record:
 
     @cached_property
     def _best_row(self) -> Row:
-        with contextlib.suppress(OSError, ValueError):
-            name = files.read_bounded(self.folder / "checkpoints" / "best", LONGEST_NAME).decode()
-            step = int(name.strip().removeprefix("step-").removesuffix(".pt"))
-            for attempt in self.attempts:  # a later one repeats the steps after its begin
-                if rows.number(attempt.facts().get("step")) <= step:
-                    _, row = rows.around(self.folder, attempt.number, step)
-                    if row.get("step") == step:
-                        return row
+        step = self._step_of("best")
+        # a later attempt repeats the steps after its begin
+        for attempt in self.attempts if step else ():
+            if rows.number(attempt.facts().get("step")) <= step:
+                _, row = rows.around(self.folder, attempt.number, step)
+                if row.get("step") == step:
+                    return row
         return {}
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none. A resumed run repeats the steps
+        after it.
+        """
+        return self._step_of("latest")
+
+    def _step_of(self, pointer: str) -> int:
+        """The step of the checkpoint that ``latest`` or ``best`` names; 0 if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            path = self.folder / "checkpoints" / pointer
+            name = files.read_bounded(path, LONGEST_NAME).decode().strip()
+            return int(name.removeprefix("step-").removesuffix(".pt"))
+        return 0
 
     @property
     def step(self) -> int:

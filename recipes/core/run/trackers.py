@@ -52,7 +52,7 @@ def export(folder: Path, to: str, project: str) -> str:
     known = files.read_json(folder / POSITION)
     last = {"step": -1, "id": "", "row": "null", "done": False, **known.get(place, {})}
     # A resumed run writes the rows after its newest checkpoint again.
-    highest = math.inf if is_done else max(run.status.get("step", 0) - 1, last["step"])
+    highest = math.inf if is_done else max(run.saved_step - 1, last["step"])
     back = 0
     final = []  # newest first
     exported = None

@@ -145,8 +145,9 @@ def train(
     saved: int | None = None,
 ) -> None:
     """Adds the rows of an attempt that begins after step ``begin``; its loss is its own, other than
-    that of a repeated step.
+    that of a repeated step. saved: the step of its newest checkpoint; ``end`` by default.
     """
+    saved = end if saved is None else saved
     helpers.attempt(folder, step=begin)
     with open(folder / "metrics.jsonl", "a") as file:
         for step in range(begin + 1, end + 1):
@@ -155,7 +156,9 @@ def train(
             file.write(json.dumps(row | ({"val_top1": step / 64} if step % 4 == 0 else {})) + "\n")
         file.write('{"step": 9\n')
     (folder / "config.yaml").write_text("lr: 0.1\nname: x\n")
-    directory.write_status(folder, state, attempt=attempt, step=end if saved is None else saved)
+    (folder / "checkpoints/latest").write_text(f"step-{saved:08d}.pt\n")
+    step = end if state == "failed" else saved
+    directory.write_status(folder, state, attempt=attempt, step=step)
     if state == "done":
         files.write_json(
             folder / "summary.json", {"recipe": "mnist", "steps": end, "val_top1": 0.5}
@@ -264,6 +267,18 @@ def test_rows_that_were_replaced_are_refused(run_dir: Path) -> None:
         InputError, match=r"tensorboard has rows that a resume replaced: remove exported\.json to"
     ):
         export.main([str(run_dir), "to=tensorboard"])
+
+
+def test_steps_that_a_failed_run_has_lost_are_held_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status has the step at which it failed."""
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda new: (new.id, str(len(new.values))))
+    run_dir = tmp_path / "run"
+    train(run_dir, 0, 0, 9, "failed", saved=6)
+    assert f"{run_dir}: 5 rows to " in trackers.export(run_dir, "wandb", "")
+    train(run_dir, 1, 6, 14)
+    assert f"{run_dir}: 8 rows to " in trackers.export(run_dir, "wandb", "")
 
 
 def test_a_row_whose_evaluation_was_postponed_is_held_back(run_dir: Path) -> None:
