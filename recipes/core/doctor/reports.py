@@ -51,18 +51,21 @@ class Reports:
         """
         node_of = {f"{node}.json": node for node in nodes}
         reports: dict[int, Report] = {}
-        read_at: dict[int, int] = {}
+        versions: dict[int, tuple[int, ...]] = {}  # of the files that were read
         while True:
             with contextlib.suppress(FileNotFoundError):  # the examination may be over
                 for entry in os.scandir(self.folder):
                     node = node_of.get(entry.name)
                     if node is None:
                         continue
-                    written_at = entry.stat().st_mtime_ns
-                    if written_at != read_at.get(node):
-                        read_at[node] = written_at
+                    status = entry.stat()
+                    # Lustre has the times of files in whole seconds
+                    version = (status.st_mtime_ns, status.st_ino, status.st_size)
+                    if version != versions.get(node):
                         report = read_json(Path(entry.path))
-                        reports |= {node: report} if report else {}
+                        if report:
+                            reports[node] = report
+                            versions[node] = version
             are_there = all(stage_of(reports.get(node)) >= stage for node in node_of.values())
             if are_there or time.monotonic() > end:
                 return reports

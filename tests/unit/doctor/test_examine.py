@@ -84,6 +84,22 @@ def test_reports_are_read_again_after_each_stage(tmp_path: Path) -> None:
     assert second.are_judged()
 
 
+def test_a_report_that_is_written_twice_in_a_second_is_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of files may be in whole seconds."""
+    path = tmp_path / "0.json"
+
+    def write(stage: Stage) -> None:
+        Reports(tmp_path, 0).write({}, stage)
+        os.utime(path, (7, 7))
+
+    write(Stage.examined)
+    monkeypatch.setattr(time, "sleep", lambda seconds: write(Stage.final))
+    found = Reports(tmp_path).collect([0], Stage.final, time.monotonic() + 2)
+    assert found[0]["stage"] == Stage.final
+
+
 def test_an_invalid_report_counts_as_missing(tmp_path: Path) -> None:
     reports = Reports(tmp_path, 0)
     reports.write({}, Stage.listening)
