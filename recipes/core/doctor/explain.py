@@ -168,16 +168,17 @@ def _judgement(run: Record) -> tuple[str, int | None]:
 
 
 def _is_alive(run: Record, slurm: outlook.Outlook) -> bool:
-    """Whether the run has a process: by Slurm for a batch job, otherwise by its heartbeat and its
-    status.
+    """Whether the run has a process: by Slurm for a batch job, by the processes of this machine,
+    otherwise by its heartbeat and its status.
 
     An interactive job (salloc) outlives its steps.
     """
     is_batch = slurm.job is not None and slurm.job.has_script
     if slurm.asked and (is_batch or not slurm.is_active):
         return slurm.is_active
-    if in_use.is_running(run.facts) is False:
-        return False
+    is_seen = in_use.is_running(run.facts)
+    if is_seen is not None:
+        return is_seen
     owner = attempts.owner(run.folder)
     beat = attempts.newest_heartbeat(owner) if owner else 0.0
     return min(run.quiet_s, time.time() - beat) < QUIET_S

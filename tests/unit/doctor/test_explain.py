@@ -233,12 +233,20 @@ def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path)
         assert "it is running, at step 7, status written 1:00:00 ago" in of_run(run, answers)[0]
 
 
-def test_a_process_of_this_machine_that_is_gone_is_known_at_once(tmp_path: Path) -> None:
+def test_a_process_of_this_machine_is_seen(tmp_path: Path) -> None:
+    """Also one that is stopped, for example by Ctrl-Z, and writes no heartbeat."""
     run = run_directory(tmp_path, "running", launch="host.1.2")
     opened = tmp_path / "attempts/0000/opened.json"
-    gone = {"place": attempts.namespace(), "pid": 1, "started": "0", "host": "a"}
-    files.write_json(opened, {**json.loads(opened.read_text()), "process": gone})
+
+    def is_of(pid: int, started: str) -> None:
+        process = {"place": attempts.namespace(), "pid": pid, "started": started, "host": "a"}
+        files.write_json(opened, {**json.loads(opened.read_text()), "process": process})
+
+    is_of(1, "0")
     assert "it ended without a final status" in of_run(run, NO_SLURM)[0]
+    is_of(os.getppid(), attempts.start_time(os.getppid()))
+    grow_old(run)
+    assert "it is running, at step 7" in of_run(run, NO_SLURM)[0]
 
 
 def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> None:
