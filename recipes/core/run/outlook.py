@@ -45,11 +45,8 @@ def of_run(run: Record) -> Outlook:
     not ended.
     """
     of_attempt = run.facts.get("job") or str(run.facts.get("launch", "")).rpartition(".")[0]
-    ids = [
-        job_id
-        for job_id in (str(run.job.get("job_id")), str(of_attempt))
-        if re.fullmatch(r"\d+(_\d+)?", job_id)
-    ]
+    named = dict.fromkeys((str(run.job.get("job_id")), str(of_attempt)))
+    ids = [job_id for job_id in named if re.fullmatch(r"\d+(_\d+)?", job_id)]
     if not ids:
         return Outlook("", None, False, "it is not a Slurm job")
     try:
@@ -57,6 +54,9 @@ def of_run(run: Record) -> Outlook:
         jobs = {job_id: job for job_id, job in found.items() if job}
     except MachineError as error:
         return Outlook(ids[0], None, False, str(error))
+    cluster = run.facts.get("cluster")
+    if cluster and client.cluster_name() not in ("", cluster):  # jobs here are others
+        return Outlook(ids[0], None, False, f"its job is on cluster {cluster}")
     chosen = newest(ids, {job_id: job.ended for job_id, job in jobs.items()})
     if not jobs:
         return Outlook(chosen, None, True, f"Slurm no longer knows job {chosen}")

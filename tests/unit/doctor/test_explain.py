@@ -222,6 +222,23 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
     assert lines[-1] == "job 1 is pending (BeginTime)"
 
 
+def test_a_job_of_another_cluster_is_not_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters may share a file system, and this one may have a job with the same ID."""
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
+    run = run_directory(tmp_path, "running")
+    opened = tmp_path / "attempts/0000/opened.json"
+    for cluster, begin, end in (
+        ("here", "it ended without a final status, at step 7", " ago"),
+        ("there", "it is running, at step 7", "; its job is on cluster there"),
+    ):
+        files.write_json(opened, {**json.loads(opened.read_text()), "cluster": cluster})
+        line = of_run(run, Answers({"1": job("FAILED")}))[0]
+        assert line.startswith(begin)
+        assert line.endswith(end)
+
+
 def test_a_heartbeat_shows_that_a_run_lives_where_slurm_does_not(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     grow_old(run)
