@@ -34,6 +34,7 @@ ATTEMPT = "\f"  # the writer of a log begins each attempt with it
 # The source code in a traceback, which may contain a text that nothing has printed. srun -l and
 # torchrun put the rank before each line.
 _SOURCE = re.compile(r'^(.{0,100})(  File "[^"\n]+", line \d+.*\n)(?:\1    .*\n)+', re.MULTILINE)
+_OF_RANK = re.compile(r"logs/rank(\d+)\.log")
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
@@ -151,7 +152,8 @@ def of_run(run_dir: Path) -> list[str]:
     else:
         begun = (run_dir / "logs").is_dir()
         reason = f"it {'ended before its first status' if begun else 'never began'}; {slurm.line}"
-    return of_logs(run_dir, reason, rank, batch_logs(run, slurm)) + _shown(*notes)
+    lines = of_logs(run_dir, reason, rank, batch_logs(run, slurm), _count_ranks(run))
+    return lines + _shown(*notes)
 
 
 def _judgement(run: Record) -> tuple[str, int | None]:
@@ -165,6 +167,16 @@ def _judgement(run: Record) -> tuple[str, int | None]:
         return "", None
     outcome = judge.judge(attempt)
     return outcome.reason, (outcome.first or {}).get("rank")
+
+
+def _count_ranks(run: Record) -> int:
+    """The number of ranks of the attempt that owns the run, else of the newest one; 0 if it is
+    unknown.
+    """
+    attempt = attempts.owner(run.folder) or attempts.newest(run.folder)
+    of_program = attempts.program_ranks(attempt) if attempt else []
+    highest = max((int(rank["rank"]) for rank in of_program), default=-1)
+    return max(highest + 1, len(run.facts.get("hosts") or ()))
 
 
 def _is_alive(run: Record, slurm: outlook.Outlook) -> bool:
@@ -198,12 +210,17 @@ def batch_logs(run: Record, slurm: outlook.Outlook) -> list[Path]:
 
 
 def of_logs(
-    path: Path, reason: str = "", rank: int | None = None, more: Sequence[Path] = ()
+    path: Path,
+    reason: str = "",
+    rank: int | None = None,
+    more: Sequence[Path] = (),
+    ranks: int = 0,
 ) -> list[str]:
     """Lines on a failed run, by its logs in a run directory, any folder of logs, or one file.
 
     reason: why it failed, if that is known. rank: the first to fail. more: further logs of the
-    run's job. Raises InputError for a path that cannot be read or holds no log.
+    run's job. ranks: their number in the newest attempt, since an earlier one may have had more; 0
+    if it is unknown. Raises InputError for a path that cannot be read or holds no log.
     """
     is_folder = path.is_dir()
     logs = list[Log]()
@@ -212,6 +229,9 @@ def of_logs(
     for file in dict.fromkeys([*in_path, *more]):
         is_inside = is_folder and file.is_relative_to(path)
         name = str(file.relative_to(path)) if is_inside else _short(file)
+        of_rank = _OF_RANK.fullmatch(name)
+        if of_rank and 0 < ranks <= int(of_rank[1]):
+            continue
         try:
             logs.append(read_log(file, name))
         except (OSError, ValueError, MachineError) as error:

@@ -322,6 +322,21 @@ def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> N
     assert of_run(run, NO_SLURM) == [f"the newest start was refused: {words}"]
 
 
+@pytest.mark.parametrize("of_program", [False, True])
+def test_logs_of_ranks_that_the_newest_attempt_does_not_have_are_not_read(
+    tmp_path: Path, of_program: bool
+) -> None:
+    """A restart with min_nodes=, or a resumed run, may have fewer ranks."""
+    run = run_directory(tmp_path, "failed", "rank 1 on a failed first: x", 1, "a", Kind.error)
+    (run / "logs/rank3.log").write_text("CUDA out of memory\n")
+    assert any("CUDA out of memory" in line for line in of_run(run, Answers({"1": None})))
+    hosts = [] if of_program else ["a", "a"]
+    newest = helpers.attempt(run, launch="1.1", job="1", hosts=hosts)
+    for rank in (0, 1) if of_program else ():
+        attempts.note_rank(newest, rank, rank, "a", None)
+    assert of_run(run, Answers({"1": None})) == ["rank 1 on a failed first: x"]
+
+
 def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     """It says why a run never began, and holds srun's lines."""
     run = tmp_path / "runs" / "mnist" / "1"
