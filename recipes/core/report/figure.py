@@ -50,7 +50,9 @@ def figure(
     for y in _ticks(y_low, y_high):
         label = _label(LEFT - 6, down(y) + 4, f"{y:.6g}", "end")
         parts.append(f'<path class="grid" d="M{LEFT} {down(y)}H{RIGHT}"/>{label}')
-    for x in _ticks(x_low, x_high, 1.0):
+    # steps and ranks are whole numbers, hours are not
+    are_whole = all(x == round(x) for x, _ in finite)
+    for x in _ticks(x_low, x_high, float(are_whole)):
         parts.append(
             f'<path class="axis" d="M{across(x)} {BOTTOM}v4"/>'
             + _label(across(x), BOTTOM + 17, f"{x:.6g}")

@@ -360,6 +360,13 @@ def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
     assert all(tick == int(tick) for tick in figure._ticks(*figure._range([3.0]), 1.0))
 
 
+def test_the_hours_of_a_short_run_have_a_scale_too() -> None:
+    points = [(0.0, 7.0), (0.5, 8.0)]
+    drawn = figure.figure("Throughput", ("hours", "samples/s"), [("run", points, "c0 d0")])
+    below = re.findall(rf'y="{figure.BOTTOM + 17}" class="middle">([^<]*)<', drawn)
+    assert below == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
+
+
 @pytest.mark.parametrize(
     ("values", "ends"),
     [
