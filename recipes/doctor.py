@@ -74,7 +74,7 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     if command == "judge":
         hosts = environment.nodes_of_job(os.environ) or [socket.gethostname()]
         return examine.give_verdict(reports.Reports(run_dir / "reports"), hosts, run_dir, 0)
-    data_dir = cfg.data_dir or os.environ.get("RECIPES_DATA", "")
+    data_dir = os.path.expanduser(cfg.data_dir or os.environ.get("RECIPES_DATA", ""))
     here = probes.Surroundings(
         os.environ, info, run_dir, data_dir, settings.run.device is run_keys.Device.cpu
     )

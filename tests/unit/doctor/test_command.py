@@ -48,9 +48,8 @@ def test_json_tells_why_a_command_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_shell_judges_the_reports(tmp_path: Path) -> None:
-    ended = doctor(
-        "report", "device=cpu", f"run_dir={tmp_path}", RECIPES_DATA=f"{tmp_path}/none"
-    ).expect(0)
+    data = {"HOME": str(tmp_path.parent), "RECIPES_DATA": f"~/{tmp_path.name}/none"}
+    ended = doctor("report", "device=cpu", f"run_dir={tmp_path}", **data).expect(0)
     assert ended.out == ""
     assert [path.name for path in (tmp_path / "reports").iterdir()] == ["0.json"]
     batch = {
