@@ -74,6 +74,9 @@ def write_whole(
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot flush a folder
+            raise
     finally:
         os.close(folder)
 

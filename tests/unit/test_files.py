@@ -57,6 +57,25 @@ def test_write_json_flushes_before_it_replaces_the_old_file(
     assert done == ["fsync", "replace", "fsync"]  # the file, then its name
 
 
+def test_a_file_system_may_be_unable_to_flush_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+    number = errno.EINVAL
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, "a folder")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_json(tmp_path / "x.json", {"a": 1})
+    assert files.read_json(tmp_path / "x.json") == {"a": 1}
+    number = errno.EIO
+    with pytest.raises(OSError, match="a folder"):
+        files.write_json(tmp_path / "x.json", {"a": 2})
+
+
 def test_only_temporary_files_are_removed(tmp_path: Path) -> None:
     for name in (".x.json.node1.12.0123abcd", ".x.json", "x.12.0123abcd"):
         (tmp_path / name).touch()
