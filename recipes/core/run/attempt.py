@@ -160,8 +160,8 @@ def open_next(
             with contextlib.suppress(FileExistsError):
                 new.folder.mkdir()
                 break
-        (new.folder / "failed").mkdir()
-        (new.folder / "ranks").mkdir()
+        for name in ("failed", "ranks"):
+            (new.folder / name).mkdir(exist_ok=True)
         describe(new, recipe, environ, hosts, launch, submitted)
         return new
 

@@ -31,6 +31,22 @@ def test_attempts_count_from_zero_above_the_highest_seen(
     assert helpers.attempt(tmp_path).number == 11
 
 
+def test_a_file_system_that_repeats_a_call_leaves_a_gap_in_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS does so if the answer of the server was lost."""
+    helpers.attempt(tmp_path)
+    mkdir = Path.mkdir
+
+    def make(path: Path, *words: Any, **options: Any) -> None:
+        mkdir(path, *words, **options)
+        if path.name in ("0001", "failed", "ranks"):
+            mkdir(path, *words, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    assert attempts.open_next(tmp_path, "mnist", {}).number == 2
+
+
 def test_an_attempt_owns_the_run_until_a_later_one_begins(tmp_path: Path) -> None:
     assert attempts.owner(tmp_path) is None
     assert attempts.facts(tmp_path) == {}
