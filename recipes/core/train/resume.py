@@ -65,7 +65,7 @@ def choose(checkpoints: Checkpoints) -> tuple[int, str] | None:
 def _choose(checkpoints: Checkpoints) -> Path | None:
     wanted = checkpoints.settings.run.resume
     candidates = checkpoint.candidates(checkpoints.folder)
-    if candidates and _has_saved_before_requeue(checkpoints):
+    if candidates and _has_saved_before(checkpoints):
         wanted = "auto"  # continue from this job's own newest checkpoint
     if wanted not in ("auto", "never"):
         is_pointer = wanted in run_keys.RESUME_WORDS
@@ -107,9 +107,12 @@ def _choose(checkpoints: Checkpoints) -> Path | None:
     )
 
 
-def _has_saved_before_requeue(checkpoints: Checkpoints) -> bool:
-    """Whether this job was requeued and a checkpoint of its earlier training exists."""
-    if checkpoints.settings.config.evaluate or not checkpoints.world.ranks.restart_count:
+def _has_saved_before(checkpoints: Checkpoints) -> bool:
+    """Whether this job was requeued, or has started its ranks again, and a checkpoint of its
+    earlier training exists.
+    """
+    is_again = checkpoints.world.ranks.restart_count or checkpoints.attempt.is_restart
+    if checkpoints.settings.config.evaluate or not is_again:
         return False
     before = attempts.owner(checkpoints.attempt.run_dir)  # this attempt has not begun yet
     if not before:
