@@ -16,6 +16,8 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.logs import say
 
 WAIT_S = 8.0  # for the answers of all ranks
+# for the rank that asks, until it has kept the answers; less than watchdog.MARGIN_S
+REPORT_S = 11.0
 POLL_S = 0.2
 STUCK_S = 2.0  # a rank without progress for this long is stuck, or waits for another one
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -108,7 +110,7 @@ def report(attempt: Attempt, hosts: Hosts) -> tuple[list[str], set[int]]:
     try:
         file = open(path, "x")  # noqa: SIM115
     except FileExistsError:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + REPORT_S  # the end of this rank may end the one that asks
         while not path.stat().st_size and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return [], set()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.core.run import positions, watchdog
+from recipes.core.run.attempt import Attempt
 from tests import helpers
 
 OF_TORCH = '  File "/env/lib/python3.11/site-packages/torch/x.py", line 9 in all_reduce\n'
@@ -105,6 +108,27 @@ def test_ranks_of_a_program_in_a_collective_wait_for_those_that_are_not() -> Non
             "ranks 0, 2-3 on node1: waiting for rank 1 on node1, "
             "in all_reduce at recipes/mnist.py:118, 1.2 CPUs per rank",
         ]
+
+
+def test_a_rank_does_not_end_before_another_one_has_kept_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that asks waits all of WAIT_S if a rank does not answer."""
+
+    def ask(folder: Path, ranks: object) -> list[dict[str, Any]]:
+        time.sleep(0.5)
+        return [waiting(0)]
+
+    monkeypatch.setattr(positions, "WAIT_S", 0.1)
+    monkeypatch.setattr(positions, "ask", ask)
+    (tmp_path / "logs").mkdir()
+    attempt = Attempt(tmp_path, 0)
+    asking = threading.Thread(target=positions.report, args=(attempt, HOSTS))
+    asking.start()
+    helpers.wait_until(positions.file_of(attempt).exists, 10, "the file")
+    assert positions.report(attempt, HOSTS) == ([], set())
+    assert positions.file_of(attempt).stat().st_size
+    asking.join()
 
 
 def test_nothing_is_left_of_a_request_that_nobody_answers(
