@@ -40,12 +40,13 @@ def has_changed(attempt: Attempt) -> bool | None:
 
 
 def digest(attempt: Attempt, folder: str) -> str:
-    """The digest of a folder; "" if it has no file. The run directory ("") counts without what the
-    recipes write in it.
+    """The digest of a folder; "" if it has no file. "" is the run directory, which counts without
+    what the recipes write in it.
     """
     content = hashlib.sha256()
     count = 0
-    for path in _files(Path(folder), set()) if folder else _files(attempt.run_dir, OWN):
+    run_dir = attempt.run_dir
+    for path in _files(Path(folder) if folder else run_dir, run_dir):
         with contextlib.suppress(OSError):
             facts = path.stat()
             line = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
@@ -56,10 +57,11 @@ def digest(attempt: Attempt, folder: str) -> str:
     return content.hexdigest() if count else ""
 
 
-def _files(folder: Path, hidden: set[str]) -> Iterator[Path]:
-    """The files in ``folder`` and behind links in it, each folder once. hidden: names directly in
-    ``folder``.
+def _files(folder: Path, run_dir: Path) -> Iterator[Path]:
+    """The files in ``folder`` and behind links in it, each folder once, without what the recipes
+    write in ``run_dir``. The logs count if they are all that is looked at.
     """
+    own = os.path.realpath(run_dir)
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -67,7 +69,10 @@ def _files(folder: Path, hidden: set[str]) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        is_top = Path(place) == folder
-        folders[:] = sorted(name for name in folders if not (is_top and name in hidden))
-        is_own = hidden.__contains__ if is_top else OWN_LOG.fullmatch
-        yield from (Path(place, name) for name in sorted(names) if not is_own(name))
+        hidden = OWN if real == own else set[str]()
+        folders[:] = sorted(name for name in folders if name not in hidden)
+        is_below = Path(place) != folder
+        for name in sorted(names):
+            is_log = is_below and OWN_LOG.fullmatch(name)
+            if not (is_log or name in hidden):
+                yield Path(place, name)

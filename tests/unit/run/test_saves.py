@@ -65,8 +65,13 @@ def test_a_file_of_another_size_with_the_same_time_has_changed(attempt: Attempt)
     assert saves.has_changed(attempt) is True
 
 
-def test_what_the_job_writes_itself_does_not_count(attempt: Attempt) -> None:
-    saves.note(attempt, "")
+@pytest.mark.parametrize("folder", ["", "run", "run/..", "link"])
+def test_what_the_job_writes_itself_does_not_count(
+    attempt: Attempt, tmp_path: Path, folder: str
+) -> None:
+    """Nor if saves= names the run directory, or a folder that it is in."""
+    (tmp_path / "link").symlink_to(attempt.run_dir)
+    saves.note(attempt, str(tmp_path / folder) if folder else "")
     for name in (
         "logs/rank0.log",
         "attempts/0000/x.json",
