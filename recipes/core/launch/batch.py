@@ -334,6 +334,7 @@ def step_ended(
         if following.attempt:
             directory.note_next(attempt.run_dir, Next.restarted, attempt.number)
             say(f"{recipe}: {outcome.state}: {outcome.reason}{after}", 1)
+            say("\f", 1)  # separates the attempts in the log of the job too
             return EXIT_DONE, _again(spec, following, environ)
     most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
     of_hang = outcome.kind is Kind.hang and getattr(settings.config, "restart_on_hang", False)

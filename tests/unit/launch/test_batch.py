@@ -563,7 +563,10 @@ def test_a_program_that_is_started_again_is_stopped_as_long_before_the_limit(
 
 
 def test_ranks_that_all_exit_before_the_end_are_started_again(
-    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    stubs: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     stub_scontrol(stubs)
     first = helpers.attempt(tmp_path, launch="7.0")
@@ -574,6 +577,7 @@ def test_ranks_that_all_exit_before_the_end_are_started_again(
     status, shell = batch.step_ended("mnist", 0, environ)
     assert status == 0
     assert [value for verb, value in shell if verb == "step"] == ["--nodes=2"]
+    assert capfd.readouterr().out.endswith("\n\f\n")  # `explain` reads what comes after it
     assert batch.step_ended("mnist", 0, environ, may_restart=False) == (1, [])
 
 
