@@ -42,6 +42,9 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets its results. Returns the exit status."""
     command = argv[0] if argv and argv[0] in ("explain", "report", "judge") else ""
     words = argv[1:] if command else argv
+    if {"-h", "--help"} & set(words):
+        print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
+        return errors.EXIT_DONE
     if command == "explain":
         if not words:
             raise errors.ConfigError(
@@ -50,9 +53,6 @@ def main(argv: list[str], told: dict[str, Any]) -> int:
         sections = explain.explain(list(map(Path, words)))
         told["runs"] = [{"run": name, "lines": lines} for name, lines in sections]
         print("\n".join(explain.in_one(sections)))
-        return errors.EXIT_DONE
-    if {"-h", "--help"} & set(words):
-        print(f"{(__doc__ or '').strip()}\n\n{help.help_text('doctor')}")
         return errors.EXIT_DONE
     gc.disable()  # it would walk all reports repeatedly; this process is short and keeps them all
     source.go_home(files.ROOT)

@@ -120,3 +120,8 @@ def test_an_invalid_command_line_is_reported_in_one_line(
     ended = doctor(*words).expect(status)
     assert len(ended.lines) == 1, ended.out
     assert expected in ended.out
+
+
+def test_each_command_has_a_help() -> None:
+    for command in ((), ("explain",)):
+        assert "finds bad nodes" in doctor(*command, "--help").expect(0).out
