@@ -234,7 +234,7 @@ def resolved(path: Path, to_same_owner: bool = False) -> Path:
             real = real.parent
             continue
         real = Path("/") if part[0] == "/" else real / part  # a path may begin with //
-        if links == MOST_LINKS or not real.is_symlink():
+        if links == MOST_LINKS or not os.path.islink(real):  # also in a folder that is closed
             continue
         links += 1
         target = real.parent / os.readlink(real)

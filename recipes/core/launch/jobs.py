@@ -191,7 +191,7 @@ def describe(settings: Settings, root: Path, base: Path) -> Job:
     require_printable(root, base)
     keys = settings.absolute(settings.typed, base) | own_words(settings)
     archive = keys.get("environment")
-    if archive and not Path(archive).is_file():
+    if archive and not os.path.isfile(archive):
         raise ConfigError(f"environment={errors.shown(archive, 4096)}: no such file")
     elements = [settings.absolute(run, base) for run in settings.sweep]
     if elements and "run_dir" in keys:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,10 +174,10 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     for word in words or [str(every)]:
         if word == table.LAST:
             named = table.last(every)
-        elif word and Path(word).is_dir():
+        elif word and os.path.isdir(word):
             # another user's link could lead to any run of this user
             folder = trust.resolved(Path(word), to_same_owner=True)
-            named = list(table.run_directories(folder))
+            named = table.find([folder], may_be_empty=True)
         elif word.replace("_", "").isdecimal():
             named = table.of_job(every, word)
         else:

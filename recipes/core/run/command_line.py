@@ -131,7 +131,7 @@ def _why_no_program(file: Path, keys: Words) -> str:
     if file.name in LAUNCHERS and keys.get("through") != "node":
         through = "accelerate" if file.name == "accelerate" else "torchrun"
         return f"starts ranks itself: give your program as script=FILE, and through={through}"
-    if not file.is_file():
+    if not os.path.isfile(file):
         return "there is no such file; give the path of a .py file or of an executable"
     if file.suffix == ".py":
         return "" if os.access(file, os.R_OK) else "cannot be read; chmod u+r it"

@@ -113,7 +113,7 @@ def inside(run_dir: Path, name: str) -> Path:
     directory, its folder ``name``.
     """
     # only a training writes this file
-    return run_dir / name if (run_dir / "config.yaml").exists() else run_dir
+    return run_dir / name if os.path.exists(run_dir / "config.yaml") else run_dir
 
 
 def marked(run_dir: Path, content: files.Json) -> files.Json:

@@ -1,5 +1,6 @@
 """What Slurm does with the job of a run: its state, what comes next, and how to resume the run."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,4 +104,4 @@ def early_log(job: Job | None, job_id: str, root: Path) -> Path | None:
     if job and not job.ended:
         return None
     logs = [Path(job.log)] if job else root.glob(f"*-{job_id}.out")
-    return next((log for log in logs if log.is_file()), None)
+    return next(filter(os.path.isfile, logs), None)

@@ -3,6 +3,7 @@ trackers and ``launch.py`` read it here. Never torch, and never asks Slurm.
 """
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -211,8 +212,10 @@ def log_of_job(folder: Path, job: Json) -> str:
 
 
 def is_log_of(folder: Path, log: Path) -> bool:
-    """Whether the owner of a run may show this file: another user's job can name any file."""
-    return log.is_file() and log.stat().st_uid == folder.stat().st_uid
+    """Whether the owner of a run may show this file: another user's job can name any file, also in
+    a folder that is closed.
+    """
+    return os.path.isfile(log) and log.stat().st_uid == folder.stat().st_uid
 
 
 def read(folder: Path) -> Record:

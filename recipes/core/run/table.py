@@ -76,7 +76,7 @@ def run_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     OSError if ``folder`` cannot be read. A folder below it that cannot be read is skipped and
     reported with one line.
     """
-    if any((folder / name).exists() for name in ("attempts", "attempt.json", "job.yaml")):
+    if any(os.path.exists(folder / name) for name in ("attempts", "attempt.json", "job.yaml")):
         yield folder
     elif depth:
         with os.scandir(folder) as entries:  # knows which are folders without a call for each

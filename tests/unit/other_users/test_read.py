@@ -24,6 +24,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.launch import checks, run_commands, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
+    command_line,
     directory,
     outlook,
     record,
@@ -151,6 +152,29 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2  # the head and the other run
     assert "runs/a: cannot be read (" in err
+
+
+@as_root
+def test_a_folder_that_is_closed_is_reported_in_one_line(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "run").mkdir(parents=True)
+    closed.chmod(0o700)
+    os.seteuid(STRANGER)
+    try:
+        for folder, why in ((closed, "cannot be read"), (closed / "run", "no run was found")):
+            with pytest.raises(InputError, match=f"{folder}: {why}"):
+                run_commands.command(["logs", str(folder)], tmp_path, {})
+        with pytest.raises(ConfigError, match="there is no such file"):
+            command_line.parse([f"script={closed}/train.py"])
+        # a log of the run of another user, and of a job that is not one's own
+        assert not record.is_log_of(tmp_path, closed / "job.out")
+        job = Job("7", "FAILED", log=f"{closed}/job.out")
+        assert outlook.early_log(job, "7", tmp_path) is None
+        # a run_dir that was typed: whatever makes it says what is wrong
+        place = directory.choose(f"{closed}/run", "mnist", None, tmp_path)
+        assert directory.inside(place, directory.EVALUATION) == closed / "run"
+    finally:
+        os.seteuid(0)
 
 
 @as_root
