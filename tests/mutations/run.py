@@ -5,7 +5,7 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/run/efficiency.py",
-        "max(map(hosts.count, hosts), default=1)",
+        "max(Counter(hosts).values(), default=1)",
         "len(hosts)",
         "the CPUs of a node are divided by the ranks of all nodes",
         "tests/unit/run/test_efficiency.py",

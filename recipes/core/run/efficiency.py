@@ -4,6 +4,7 @@ change. Standard library only.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -110,7 +111,7 @@ def verdict(rows: Sequence[Row], facts: Json, keys: Json) -> str:
 def _faster_data(facts: Json, keys: Json, hosts: Sequence[str]) -> str:
     """What makes the data arrive sooner."""
     cpus = number(facts.get("cpus"))
-    ranks = max(1, max(map(hosts.count, hosts), default=1))
+    ranks = max(Counter(hosts).values(), default=1)
     workers = number(keys.get("num_workers"))
     most = cpus // ranks if cpus > 0 else math.inf
     more = 2 * max(1.0, workers)
