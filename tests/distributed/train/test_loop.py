@@ -609,6 +609,21 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(
         Trained(tmp_path).run(evaluate=True)
 
 
+@pytest.mark.parametrize("chosen", ["never", "best", "checkpoints/step-00000002.pt"])
+def test_ranks_that_are_started_again_continue_from_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    """Whatever resume= says: it was for the first start of the job."""
+    trained = Trained(tmp_path, values=[0.9, 0.5, 0.5])
+    trained.run(resumes=True, epochs=2)
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
+    monkeypatch.setattr(attempts.Attempt, "is_restart", True)
+    resume = f"{tmp_path}/{chosen}" if "/" in chosen else chosen
+    _, run = trained.run(resumes=True, epochs=3, resume=resume)
+    assert run.checkpoints.resumed_from_step == 4
+    assert run.step == 6
+
+
 def test_a_failed_save_ends_the_run_before_its_next_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
