@@ -26,6 +26,7 @@ from recipes.core.errors import (
     EXIT_CRASH,
     EXIT_MACHINE,
     EXIT_REQUEUE,
+    ConfigError,
     DiskFull,
     InputError,
     Kind,
@@ -297,7 +298,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
     if isinstance(error, MachineError):
         kind = Kind.disk_full if isinstance(error, DiskFull) else Kind.machine
         return Cause(kind, str(error), EXIT_MACHINE)
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | ConfigError):
         return Cause(Kind.input, str(error), EXIT_CONFIG)
     if isinstance(error, RunError):
         return Cause(Kind.run_error, str(error))

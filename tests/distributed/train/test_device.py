@@ -14,7 +14,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from recipes.core.config.run_keys import Backend, Device
-from recipes.core.errors import DiskFull, Kind, MachineError
+from recipes.core.errors import ConfigError, DiskFull, Kind, MachineError
 from recipes.core.place import gpus
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import command_line
@@ -274,6 +274,8 @@ def test_the_default_backend_and_nccl_without_gpus() -> None:
                 ),
             )
         ),
+        # as llm raises for a job without model=
+        (ConfigError("model= is missing"), Kind.input, 2, "model= is missing"),
         (
             MemoryError("no more"),
             Kind.out_of_memory,
