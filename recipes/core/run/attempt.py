@@ -369,29 +369,34 @@ def hosts(attempt: Attempt) -> dict[int, str]:
     return known | {rank["rank"]: rank["host"] for rank in running}
 
 
-def print_refusal(line: str, is_first: bool) -> None:
-    """Prints why a rank is refused. If a parent prints the judgement, only the first rank prints;
-    else all do, the first one first.
+def print_refusal(line: str, is_first: bool, is_told: bool) -> None:
+    """Prints why a rank is refused. is_told: whether a parent prints the judgement on its record;
+    then only the first rank prints. Else all do, the first one first.
     """
     if not is_first:
-        if given(os.environ):
+        if is_told:
             return
         time.sleep(REPEATED_S)
     print(line, file=sys.stderr, flush=True)
 
 
-def refuse(environ: environment.Environ, exit_status: int, line: str, rank: int = 0) -> None:
+def refuse(environ: environment.Environ, exit_status: int, line: str, rank: int = 0) -> bool:
     """Records in the attempt that the parent has opened, if there is one, why the launch ends with
-    EXIT_CONFIG or EXIT_MACHINE.
+    EXIT_CONFIG or EXIT_MACHINE. Returns whether it is recorded there: the disk may be full, or this
+    node does not see the folder.
     """
     attempt = given(environ)
-    if attempt:
-        with contextlib.suppress(OSError):
-            record(
-                attempt,
-                rank=rank,
-                host=socket.gethostname(),
-                kind=Kind.input if exit_status == EXIT_CONFIG else Kind.machine,
-                error=line,
-                exit_status=exit_status,
-            )
+    if not attempt:
+        return False
+    try:
+        record(
+            attempt,
+            rank=rank,
+            host=socket.gethostname(),
+            kind=Kind.input if exit_status == EXIT_CONFIG else Kind.machine,
+            error=line,
+            exit_status=exit_status,
+        )
+    except OSError:
+        return False
+    return True

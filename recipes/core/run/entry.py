@@ -185,6 +185,6 @@ def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
     line.
     """
     rank = _rank_unchecked()
-    attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    attempts.print_refusal(f"{recipe}: {line}", prints)
+    is_told = attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
+    attempts.print_refusal(f"{recipe}: {line}", prints, is_told)
     sys.exit(status)

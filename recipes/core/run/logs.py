@@ -6,6 +6,7 @@ the lines of NCCL and the last lines of a rank that crashes or is killed.
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
             log.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:
         raise MachineError(
-            f"run_dir={path.parents[1]}: {path.name} cannot be written ({error.strerror}): "
-            "give another run_dir"
+            f"run_dir={path.parents[1]}: {path.name} cannot be written on {socket.gethostname()} "
+            f"({error.strerror}): give another run_dir"
         ) from None
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []

@@ -204,9 +204,11 @@ def fail(
         "moment": moment,
         "progress": moment - pulse.unchanged_s(),
     }
+    is_recorded = False
     with suppress(OSError):
         is_ending = bool(run.checkpoints.saver or asked)
         attempts.record(run.attempt, **record, is_ending=is_ending)
+        is_recorded = True
     if asked:
         with suppress(Exception):  # it only helps to find the cause
             positions.report(run.attempt, asked)
@@ -226,8 +228,9 @@ def fail(
     record["behind"] = behind
     with suppress(OSError):
         attempts.record(run.attempt, **record)  # a full disk may have space again
+        is_recorded = True
     with suppress(OSError):
-        _print(run, cause, error, record)
+        _print(run, cause, error, record, is_recorded)
     if cause.kind.is_consequence:
         with suppress(OSError, subprocess.SubprocessError):
             _requeue_without_first_node(run)
@@ -330,13 +333,17 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any]) -> None:
+def _print(
+    run: Run, cause: Cause, error: BaseException, record: Mapping[str, Any], is_recorded: bool
+) -> None:
     """Prints the line of this rank. Its parent prints the judgement on all ranks; without a parent,
     this rank prints it, as far as it knows.
     """
     recipe = run.settings.recipe
+    has_parent = attempts.given(os.environ) is not None
     if cause.exit_status != EXIT_CRASH:
-        attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0)
+        is_told = has_parent and is_recorded
+        attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0, is_told)
         return
 
     if cause.traceback:
@@ -345,7 +352,6 @@ def _print(run: Run, cause: Cause, error: BaseException, record: Mapping[str, An
     lines = [
         f"rank {run.world.rank} on {run.world.host} {ended} after step {run.step}: {cause.line}"
     ]
-    has_parent = attempts.given(os.environ)
     if not has_parent and (record["behind"] or not cause.kind.is_consequence):
         lines.append(f"{recipe}: failed: {judge.describe(record)}; logs in {run.dir}/logs")
     print(*lines, sep="\n", file=sys.stderr, flush=True)

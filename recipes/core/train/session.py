@@ -103,8 +103,8 @@ def run(main: Main, start: Start) -> NoReturn:
     except (InputError, MachineError) as error:
         code = error.exit_status
         # Write the record first, since this rank may be ended as soon as another rank ends.
-        attempts.refuse(os.environ, code, str(error), info.rank)
-        attempts.print_refusal(f"{recipe}: {error}", info.rank == 0)
+        is_told = attempts.refuse(os.environ, code, str(error), info.rank)
+        attempts.print_refusal(f"{recipe}: {error}", info.rank == 0, is_told)
     except torch.distributed.DistError as error:
         lost = f"rank {info.rank} lost its peers before the run began"
         print(f"{recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)

@@ -552,6 +552,22 @@ def test_a_rank_0_that_fails_awaits_its_last_save_and_reports_its_own_error(tmp_
     assert status["reason"].partition(" failed first: ")[2] == "RuntimeError: this"
 
 
+def test_a_rank_that_cannot_write_its_record_prints_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parent prints the line of each other rank."""
+    _, run = Trained(tmp_path).run(epochs=1)
+    second = dataclasses.replace(run.world.ranks, rank=1, world_size=2)
+    run.world = dataclasses.replace(run.world, ranks=second, hosts=("a", "b"))
+    monkeypatch.setenv(attempts.VARIABLE, str(run.attempt.folder))
+    capsys.readouterr()
+    assert failure.fail(run, errors.DiskFull("the disk is full")) == 3
+    assert capsys.readouterr().err == ""
+    run.attempt = attempts.Attempt(tmp_path / "unseen", 0)
+    assert failure.fail(run, errors.DiskFull("the disk is full")) == 3
+    assert capsys.readouterr().err == "mnist: the disk is full\n"
+
+
 def test_a_postponed_evaluation_that_is_interrupted_again_is_skipped(tmp_path: Path) -> None:
     """A job that is too short for an evaluation still makes progress."""
     trained = Trained(tmp_path, values=[0.1, None, 0.3], stop_at=4)

@@ -94,9 +94,11 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     attempt = helpers.attempt(tmp_path, step=None)
     assert attempts.given({attempts.VARIABLE: str(attempt.folder)}) == attempt
     assert attempts.given({}) is None
-    attempts.refuse({}, 2, "nowhere to record it")
-    attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
-    attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
+    assert not attempts.refuse({}, 2, "nowhere to record it")
+    unseen = tmp_path / "unseen/attempts/0000"
+    assert not attempts.refuse({attempts.VARIABLE: str(unseen)}, 2, "nor here")
+    assert attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
+    assert attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
     record, other = attempts.records(attempt)
     assert record["rank"] == 5
     assert record["kind"] == "machine"
@@ -108,16 +110,16 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("parent", "is_first", "waits", "prints"),
+    ("is_told", "is_first", "waits", "prints"),
     [
-        ("", True, [], True),
-        ("", False, [1.5], True),
-        ("0000", True, [], True),
-        ("0000", False, [], False),
+        (False, True, [], True),
+        (False, False, [1.5], True),
+        (True, True, [], True),
+        (True, False, [], False),
     ],
 )
-def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
-    parent: str,
+def test_a_rank_whose_parent_knows_its_refusal_leaves_it_to_the_first(
+    is_told: bool,
     is_first: bool,
     waits: list[float],
     prints: bool,
@@ -126,8 +128,7 @@ def test_a_rank_with_a_parent_leaves_the_refusal_to_the_first(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(attempts.time, "sleep", slept.append)
-    monkeypatch.setenv(attempts.VARIABLE, parent)
-    attempts.print_refusal("no GPU", is_first)
+    attempts.print_refusal("no GPU", is_first, is_told)
     assert slept == waits
     assert capsys.readouterr().err == ("no GPU\n" if prints else "")
 
