@@ -87,8 +87,9 @@ def watch_owner(run: Run, over: threading.Event) -> None:
     while not over.wait(FENCE_S):
         try:
             attempts.check_owner(run.attempt)
-            with suppress(OSError):
-                attempts.heartbeat(run.attempt)
+            attempts.heartbeat(run.attempt)
+        except OSError:  # the file system does not answer for some time
+            continue
         except MachineError as error:
             print(f"{run.settings.recipe}: {error}", file=sys.stderr)
             leave(EXIT_MACHINE)

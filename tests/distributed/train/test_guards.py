@@ -4,6 +4,7 @@ a crash after its end.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 
+from recipes.core.run import attempt as attempts
 from recipes.core.run import watchdog
 from tests import forked, helpers
 
@@ -104,6 +106,31 @@ def test_an_attempt_ends_during_a_wait_if_its_run_is_taken_over(
     )
     assert ended.lines[-1] == line
     assert (run_dir / "status.json").read_bytes() == before
+
+
+def test_the_guard_of_the_run_directory_survives_an_error_of_its_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would send no more heartbeats, and another job could take its directory."""
+    from recipes.core.train import failure
+
+    attempt = helpers.attempt(tmp_path)
+    answers = iter([errno.ESTALE, 0])
+    exists = Path.exists
+
+    def slow(path: Path) -> bool:
+        number = next(answers, 0) if path.name == "begun.json" else 0
+        if number:
+            raise OSError(number, os.strerror(number))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", slow)
+    os.utime(attempt.folder / "opened.json", (0, 0))
+    run: Any = SimpleNamespace(attempt=attempt)
+    rounds = iter([False, False, True])
+    over: Any = SimpleNamespace(wait=lambda seconds: next(rounds))
+    failure.watch_owner(run, over)
+    assert attempts.newest_heartbeat(attempt) > 0
 
 
 OTHER_KEYS = """
