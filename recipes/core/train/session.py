@@ -28,6 +28,7 @@ from recipes.core.errors import (
     EXIT_REQUEUE,
     InputError,
     MachineError,
+    one_line,
     shown,
 )
 from recipes.core.place import processes, stacks
@@ -101,10 +102,9 @@ def run(main: Main, start: Start) -> NoReturn:
                 # others wait for this one.
                 failure.leave(code)
     except (InputError, MachineError) as error:
-        code = error.exit_status
-        # Write the record first, since this rank may be ended as soon as another rank ends.
-        is_told = attempts.refuse(os.environ, code, str(error), info.rank)
-        attempts.print_refusal(f"{recipe}: {error}", info.rank == 0, is_told)
+        code = _refuse(start, error)
+    except OSError as error:
+        code = _refuse(start, MachineError(f"{host}: {one_line(error)}"))
     except torch.distributed.DistError as error:
         lost = f"rank {info.rank} lost its peers before the run began"
         print(f"{recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)
@@ -113,6 +113,15 @@ def run(main: Main, start: Start) -> NoReturn:
     else:
         entry.end(code)
     failure.leave(code)
+
+
+def _refuse(start: Start, error: InputError | MachineError) -> int:
+    """Records and prints why this rank cannot take part. Returns the exit status."""
+    rank = start.ranks.rank
+    # Write the record first, since this rank may be ended as soon as another rank ends.
+    is_told = attempts.refuse(os.environ, error.exit_status, str(error), rank)
+    attempts.print_refusal(f"{start.settings.recipe}: {error}", rank == 0, is_told)
+    return error.exit_status
 
 
 def _attempt(
@@ -189,8 +198,15 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         places = f"run_dir={mine} here, run_dir={shown(theirs)} on rank 0"
         raise InputError(f"{places}: give the same run_dir= on all machines")
     path = mine / directory.EVALUATION if is_evaluation else mine
-    if world.rank != 0:
-        trust.own_folder(path / "logs", is_listed=False)
+
+    def make_logs(tell: Callable[[object], None] = lambda progress: None) -> None:
+        with files.writing_to(path, "run_dir"):
+            trust.own_folder(path / "logs", is_listed=False)
+
+    if start.ranks.num_nodes > 1:  # the folder of rank 0 may not exist there
+        world.together("logs", make_logs)
+    else:
+        make_logs()
     return attempts.Attempt(path, int(number)), was_done
 
 

@@ -838,6 +838,48 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
         check(2, "unseen")
 
 
+def test_a_node_that_cannot_write_to_the_run_directory_ends_the_run() -> None:
+    """All ranks know the reason: `World.together` raises its error on each of them."""
+    names: list[str] = []
+
+    def together(name: str, work: Any) -> None:
+        names.append(name)
+        work(lambda progress: None)
+
+    settings = SimpleNamespace(run=SimpleNamespace(run_dir="/proc/run"), recipe="toy")
+    ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=2)
+    sent = ["/proc/run", False, 0, False]
+    world: Any = SimpleNamespace(rank=1, from_rank_0=lambda name, work: sent, together=together)
+    start: Any = SimpleNamespace(settings=settings, ranks=ranks)
+    line = r"^run_dir='/proc/run': cannot be written \(No such file or directory\): give another"
+    with pytest.raises(errors.MachineError, match=line):
+        session.open_run_dir(start, world)
+    assert names == ["logs"]
+
+
+FULL = """
+from recipes.core.run import entry
+from recipes.core.train import session
+
+def full(start, world):
+    raise OSError(122, "Disk quota exceeded", "/home")
+
+START = entry.begin("toy")
+session.open_run_dir = full
+session.run(None, START)
+"""
+
+
+def test_an_error_of_the_system_before_the_run_begins_is_one_line(tmp_path: Path) -> None:
+    attempt = helpers.attempt(tmp_path, step=None)
+    environ = helpers.clean_environment(**{attempts.VARIABLE: str(attempt.folder)})
+    argv = [sys.executable, "-c", FULL, "device=cpu"]
+    ended = helpers.run_fork(argv, environ=environ).expect(3)
+    line = f"{socket.gethostname()}: OSError: [Errno 122] Disk quota exceeded: '/home'"
+    assert ended.lines == [f"toy: {line}"]
+    assert helpers.failure(tmp_path, 0)["error"] == line
+
+
 def test_an_evaluation_of_another_model_is_refused() -> None:
     settings = SimpleNamespace(recipe="cifar", config=SimpleNamespace(evaluate=True))
     before = {"arch": "airbench94", "ema": 0.9, "lr": 0.1}
