@@ -191,7 +191,7 @@ def find_weights(arch: str, name: str) -> WeightsEnum:
         name = "DEFAULT"
     if name not in weights.__members__:
         known = ", ".join(member.name for member in weights) or "(none exist)"
-        raise InputError(f"weights={name}: must be one of {known}, or true")
+        raise InputError(f"arch={arch}: has no weights {name}: give one of {known}, or true")
     return weights[name]
 
 

@@ -28,7 +28,8 @@ def test_unknown_models_and_weights_are_refused_with_known_names() -> None:
         models.classifier("resnet51", "", 10)
     with pytest.raises(InputError, match="no such classifier"):
         models.classifier("fcn_resnet50", "", 10)  # of torchvision's, and no classifier
-    line = "weights=IMAGENET1K_V9: must be one of IMAGENET1K_V1, or true"
+    # in a recipe the key is pretrained=, and in recipes.prepare weights=
+    line = "arch=resnet18: has no weights IMAGENET1K_V9: give one of IMAGENET1K_V1, or true"
     with pytest.raises(InputError, match=line):
         models.classifier("resnet18", "IMAGENET1K_V9", 1000)
 
