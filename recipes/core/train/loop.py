@@ -68,6 +68,7 @@ def steps(
     ends = _StepEnds(run, cfg, model, batches, evaluate)
     if not ends.before_steps(pretrained):
         run.complete = True
+        pulse.beat(watchdog.OUTSIDE)
         return
     gradients.check_first_step(run, model)
     scaled = gradients.Gradients(state, cfg)
@@ -103,6 +104,7 @@ def steps(
     if state.meta.get("unevaluated") and not run.stopping:
         ends.evaluate_late()
     run.complete = True
+    pulse.beat(watchdog.OUTSIDE)
 
 
 @dataclass

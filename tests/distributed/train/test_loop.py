@@ -658,6 +658,15 @@ def test_a_failed_save_ends_the_run_before_its_next_row(
     assert phases == [watchdog.SAVING]
 
 
+@pytest.mark.parametrize("epochs", [1, 0])
+def test_what_a_recipe_does_after_its_loop_is_outside_the_steps(
+    tmp_path: Path, epochs: int
+) -> None:
+    """The watchdog then waits six times as long, for example for a text that gpt generates."""
+    _, run = Trained(tmp_path).run(epochs=epochs)
+    assert run.world.pulse.read()[2] == watchdog.OUTSIDE
+
+
 def test_a_lengthened_run_does_not_keep_the_old_summary(tmp_path: Path) -> None:
     """Even if the resumed run has no step left to train."""
     trained = Trained(tmp_path, values=[0.1, 0.2, None, 0.9])
