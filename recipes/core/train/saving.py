@@ -149,10 +149,10 @@ class Checkpoints:
         thread of rank 0's saver.
         """
         timeout_s = self.settings.run.timeout_s
-        end = time.monotonic() + timeout_s
+        end = self.world.clock.now() + timeout_s
         for rank in range(1, self.shared_by):
             while not self.world.store.check([f"rows/{step}/{rank}"]):
-                if time.monotonic() > end:
+                if self.world.clock.now() > end:
                     host = self.world.hosts[rank]
                     raise MachineError(
                         f"rank {rank} on {host} has not written its part of the checkpoint "

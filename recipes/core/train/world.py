@@ -168,9 +168,9 @@ class World:
         Raises MachineError with ``problem`` after `SEEN_S`, or half of ``timeout_s`` if that is
         less.
         """
-        deadline = time.monotonic() + min(SEEN_S, self.timeout_s / 2)
+        end = self.clock.now() + min(SEEN_S, self.timeout_s / 2)
         while not path.exists():
-            if time.monotonic() > deadline:
+            if self.clock.now() > end:
                 raise MachineError(problem)
             for folder in path.parents[:2]:
                 with contextlib.suppress(OSError):

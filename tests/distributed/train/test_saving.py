@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from recipes.core.errors import DiskFull, InputError, MachineError
-from recipes.core.train import checkpoint, metrics
+from recipes.core.train import checkpoint, metrics, saving
 from recipes.core.train.checkpoint import HostCopy, Saver
 from recipes.core.train.optimizers import MuonAdamW
 
@@ -104,6 +105,35 @@ def test_a_failed_write_is_raised_in_the_training(
         saver.wait()
     saver.check()  # told once
     assert names(folder) == []
+
+
+@pytest.mark.parametrize("is_suspended", [True, False])
+def test_the_wait_for_rows_of_other_ranks_does_not_count_a_suspension(
+    monkeypatch: pytest.MonkeyPatch, is_suspended: bool
+) -> None:
+    """Two polls of ten minutes each."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 600.0
+
+    running = (lambda: 0.0) if is_suspended else (lambda: now)
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    written = iter([False, False, True])
+    world = SimpleNamespace(
+        clock=SimpleNamespace(now=running),
+        hosts=("a", "b"),
+        store=SimpleNamespace(check=lambda names: next(written)),
+    )
+    settings = SimpleNamespace(run=SimpleNamespace(timeout_s=500.0))
+    checkpoints: Any = SimpleNamespace(settings=settings, world=world, shared_by=2)
+    if is_suspended:
+        saving.Checkpoints._await_rows(checkpoints, 7)
+        return
+    line = r"^rank 1 on b has not written its part of the checkpoint of step 7 within 500 s"
+    with pytest.raises(MachineError, match=line):
+        saving.Checkpoints._await_rows(checkpoints, 7)
 
 
 def test_free_space_is_checked_before_the_state_is_copied(
