@@ -392,9 +392,14 @@ def prepare_finetune(keys: FinetuneKeys, data_dir: Path) -> str:
     if faults:
         raise InputError(f"{faults} of {count} images cannot be read: remove or replace them")
     _say(f"{count} images in {len(parts[0][0].classes)} classes can be read")
-    if keys.pretrained == "false":
-        return f"finetune arch={keys.arch} pretrained=false"
-    return prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)
+    recipe = f"finetune arch={keys.arch} pretrained=false"
+    if keys.pretrained != "false":
+        recipe = prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)
+    if keys.labels:
+        recipe += f" labels={shlex.quote(str(Path(keys.labels).expanduser().absolute()))}"
+    if keys.multi_label:
+        recipe += " multi_label=true"
+    return recipe
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes import prepare
 from recipes.core.data import labelled
 from recipes.core.data.labelled import Pictures, open_parts, read_table
 from recipes.core.errors import InputError
@@ -192,6 +193,18 @@ def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
     assert [source.label(i) for i in range(4)] == [1, 1, 0, 0]
     for positions, counts in ((train, [2, 1]), ([2], [1, 0])):
         assert Pictures(source, positions, lambda image: image.size).counts().tolist() == counts
+
+
+def test_the_next_command_of_prepare_reads_the_same_images(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, "file,label", "a/0.png,red", "a/1.png,red;big", "b/0.png,red")
+    monkeypatch.chdir(folder)
+    words = ["data_dir=.", "labels=labels.csv", "multi_label=true", "pretrained=false"]
+    assert prepare.main(["finetune", *words]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    keys = f"pretrained=false labels={folder}/labels.csv multi_label=true data_dir={folder}"
+    assert last == f"next: python launch.py recipe=finetune arch=resnet50 {keys}"
 
 
 def test_what_a_table_has_besides_is_named(folder: Path) -> None:
