@@ -29,6 +29,7 @@ from torch.distributed import P2POp, ReduceOp
 
 from recipes.conf.collectives import Config, Mode, sizes_of
 from recipes.core.errors import RunError, Stopped
+from recipes.core.run import watchdog
 from recipes.core.train import session
 from recipes.core.train.run import Results, Run
 from recipes.core.train.world import World
@@ -36,6 +37,7 @@ from recipes.core.train.world import World
 Answer = tuple[Tensor, Tensor]  # the result and the expected result
 WARM_UP = 2
 BATCHES = 5
+LONGEST = 0.25  # of timeout_s, for a batch
 # For these operations each rank holds the whole array. For the others the array is divided into one
 # part for each rank.
 WHOLE = ("send_recv", "broadcast", "reduce", "all_reduce")
@@ -334,6 +336,7 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
     """
 
     def batch(repeated: int) -> float:
+        world.pulse.beat(watchdog.WAITING)  # timeout_s applies to each batch
         dist.barrier()
         synchronize(world)
         start_s = time.perf_counter()
@@ -348,8 +351,9 @@ def seconds_of(call: Callable[[], object], world: World, budget_s: float) -> lis
         return list(durations.tolist())
 
     once = slowest([min(batch(1) for _ in range(WARM_UP))])[0]
-    repeated = max(1, int(budget_s / (BATCHES * once)))
-    return slowest([batch(repeated) for _ in range(BATCHES)])
+    batches = max(BATCHES, math.ceil(budget_s / (LONGEST * world.timeout_s)))
+    repeated = max(1, int(budget_s / (batches * once)))
+    return slowest([batch(repeated) for _ in range(batches)])
 
 
 def synchronize(world: World) -> None:

@@ -23,6 +23,7 @@ from recipes.conf.collectives import OPERATIONS, Config, sizes_of
 from recipes.core.config import parser
 from recipes.core.doctor import gpucheck, linkcheck
 from recipes.core.errors import ConfigError
+from recipes.core.run import watchdog
 from recipes.core.train.world import World
 from tests import helpers
 
@@ -217,14 +218,17 @@ class OtherRank:
         values.copy_(values.clamp(min=self.call_s))
 
 
-@pytest.mark.parametrize("others", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("others", "timeout_s", "batches"), [(0.0, 600.0, 5), (0.05, 600.0, 5), (0.05, 2.0, 11)]
+)
 def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
-    monkeypatch: pytest.MonkeyPatch, others: float
+    monkeypatch: pytest.MonkeyPatch, others: float, timeout_s: float, batches: int
 ) -> None:
-    """This rank takes 1 s for its first call, then 1 ms."""
+    """This rank takes 1 s for its first call, then 1 ms. No batch takes as long as timeout_s, and
+    each one is progress.
+    """
     other = OtherRank(others)
     calls = itertools.count()
-    repeated = 20
     for name in ("dist", "time"):
         monkeypatch.setattr(collectives, name, other)
     monkeypatch.setattr(collectives, "synchronize", other.synchronize)
@@ -233,10 +237,14 @@ def test_seconds_are_the_time_of_one_call_on_the_slowest_rank(
         other.pending += 0.001 if next(calls) else 1.0
 
     slowest = max(others, 0.001)
-    world = cast(World, SimpleNamespace(device=torch.device("cpu")))
-    seconds = collectives.seconds_of(call, world, collectives.BATCHES * repeated * slowest * 1.01)
-    assert seconds == pytest.approx([slowest] * collectives.BATCHES)
-    assert next(calls) == collectives.WARM_UP + collectives.BATCHES * repeated
+    budget_s = 101 * slowest
+    pulse = watchdog.Pulse()
+    place = SimpleNamespace(device=torch.device("cpu"), timeout_s=timeout_s, pulse=pulse)
+    seconds = collectives.seconds_of(call, cast(World, place), budget_s)
+    assert seconds == pytest.approx([slowest] * batches)
+    repeated = 100 // batches
+    assert next(calls) == collectives.WARM_UP + batches * repeated
+    assert pulse.read()[0] == collectives.WARM_UP + batches
 
 
 def test_bandwidths_are_those_of_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
