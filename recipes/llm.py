@@ -59,6 +59,8 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
         return causal.tiny(tokenizer), tokenizer
     tokenizer = chat.open_tokenizer(cfg.model)
     fix = f"run python -m recipes.prepare dialogues again, with model={cfg.model}"
+    if cfg.dataset == "made":
+        fix = "leave model= out, or give dataset=dialogues"
     if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
         raise InputError(f"model={cfg.model}: the data has tokens of another tokenizer: {fix}")
     is_rendered = facts["kind"] == "messages"

@@ -509,6 +509,8 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     facts = {**training.facts, "tokenizer": "another"}
     with pytest.raises(InputError, match="has tokens of another tokenizer: run python -m recipes"):
         llm.open_model(Config(model=llama), facts)
+    with pytest.raises(InputError, match="tokens of another tokenizer: leave model= out"):
+        llm.open_model(Config(model=llama, dataset="made"), facts)
     facts = {**training.facts, "template": "another"}
     with pytest.raises(InputError, match="the data has another chat template: run python -m recip"):
         llm.open_model(Config(model=llama), facts)
