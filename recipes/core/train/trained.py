@@ -140,6 +140,7 @@ def checkpoint_of(path: Path) -> Path:
     """The checkpoint at ``path``: the file itself, or the best one of a run directory, else its
     newest. Raises InputError.
     """
+    path = path.expanduser()
     if path.is_file() and path.name not in ("best", "latest"):
         return path
     folder, pointer = (path.parent, path.name) if path.is_file() else (path / "checkpoints", "best")

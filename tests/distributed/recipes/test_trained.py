@@ -60,8 +60,13 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
 
 
-def test_a_training_starts_from_the_weights_of_a_run(run_dir: Path) -> None:
-    """Of one with train=lora, whose additions become parts of the weights."""
+def test_a_training_starts_from_the_weights_of_a_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one with train=lora, whose additions become parts of the weights. A path in a file of keys
+    may begin with ~.
+    """
+    monkeypatch.setenv("HOME", str(run_dir.parent))
     expected = recipes.load(run_dir).model.state_dict()
     classes = ["class 0", "class 1", "class 2"]
     lines = list[str]()
@@ -70,7 +75,8 @@ def test_a_training_starts_from_the_weights_of_a_run(run_dir: Path) -> None:
         cfg = Config(arch=arch, weights=str(weights))
         return finetune.make_net(cfg, classes, say=lines.append).state_dict()
 
-    for weights in (run_dir, run_dir / "checkpoints/step-00000003.pt"):
+    checkpoints = Path("~", run_dir.name, "checkpoints")
+    for weights in (run_dir, checkpoints / "step-00000003.pt"):
         found = started(weights, classes)
         assert all(found[name].allclose(value, atol=1e-6) for name, value in expected.items())
     assert lines == []
