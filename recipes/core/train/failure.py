@@ -168,14 +168,11 @@ def _time_out(run: Run, behind: Mapping[str, Any] | None) -> NoReturn:
 
 
 class Cause(NamedTuple):
-    """What ended a rank. line: one line for the record and the log. traceback: whether the log also
-    needs the traceback.
-    """
+    """What ended a rank. line: one line for the record and the log."""
 
     kind: Kind
     line: str
     exit_status: int = EXIT_CRASH
-    traceback: bool = False
 
 
 def fail(
@@ -319,8 +316,7 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
     peer_kind = torch_errors.peer_kind(error)
     if peer_kind:
         return Cause(peer_kind, torch_errors.peer_text(error))
-    line = torch_errors.text_of(error) + _where(error)
-    return Cause(Kind.error, line, traceback=not isinstance(error, KeyboardInterrupt))
+    return Cause(Kind.error, torch_errors.text_of(error) + _where(error))
 
 
 def _where(error: BaseException) -> str:
@@ -347,7 +343,7 @@ def _print(
         attempts.print_refusal(f"{recipe}: {cause.line}", run.world.rank == 0, is_told)
         return
 
-    if cause.traceback:
+    if cause.kind is Kind.error:
         traceback.print_exception(error)
     ended = "lost its peers" if cause.kind.is_consequence else "failed"
     lines = [
