@@ -6,11 +6,12 @@
     python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio
 
 To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE
-(default: model.onnx or model.safetensors in the run directory). The file's metadata has the classes
-and the preprocessing. hf is for runs of llm: out= is a new folder (default: hf in the run
-directory), and adapter=true writes the low-rank additions alone, for PEFT. To export metrics, give
-run directories, or folders of them; a later call adds only the new rows. Exit status: 0 done; 2 if
-the run cannot be read, a library is missing, or the outputs differ.
+(default: model.onnx or model.safetensors in the run directory, or for a checkpoint in the current
+folder). The file's metadata has the classes and the preprocessing. hf is for runs of llm: out= is a
+new folder (default: hf in the run directory), and adapter=true writes the low-rank additions alone,
+for PEFT. To export metrics, give run directories, or folders of them; a later call adds only the
+new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs
+differ.
 """
 
 import json
