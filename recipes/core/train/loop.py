@@ -320,8 +320,16 @@ class _StepEnds:
             if not run.stop_is_near(at_once=True):
                 raise
             results = {}
-        is_cut = torch.tensor(float(run.cut_short))
-        (cut_short,), reason, _, _ = Agreement(run.world, run.stop, [is_cut]).read()
+        # The ranks must agree on the best evaluation, whatever each of them has returned: the score
+        # is that of rank 0.
+        name = outcome.metric(self.cfg)
+        score = results.get(name) if run.world.rank == 0 else None
+        of_rank_0 = [1.0, float(score)] if isinstance(score, float | int) else [0.0, 0.0]
+        values = torch.tensor([float(run.cut_short), *of_rank_0], dtype=torch.float64)
+        sums, reason, _, _ = Agreement(run.world, run.stop, list(values)).read()
+        cut_short, has_score, score = sums
+        if has_score:
+            results = {**results, name: score}
         run.results = {} if cut_short else results
         run.stopping = reason if cut_short else ""
         return not cut_short

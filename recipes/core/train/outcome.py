@@ -10,11 +10,16 @@ from typing import Any
 import torch
 
 from recipes.core import files
-from recipes.core.config.run_keys import Mode
+from recipes.core.config.run_keys import Mode, TrainKeys
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.run import attempt as attempts, directory, efficiency, ledger, rows, watchdog
 from recipes.core.train import metrics
 from recipes.core.train.run import Results, Run
+
+
+def metric(cfg: TrainKeys) -> str:
+    """The name of the result by which evaluations are compared."""
+    return cfg.best_metric or "val_top1"
 
 
 def is_best(run: Run) -> bool:
@@ -24,7 +29,7 @@ def is_best(run: Run) -> bool:
     Raises InputError if ``best_metric`` is given and is not one of the results.
     """
     cfg = run.settings.config
-    name = cfg.best_metric or "val_top1"
+    name = metric(cfg)
     score = run.results.get(name)
     is_needed = run.results and (cfg.best_metric or cfg.patience)
     if is_needed and not isinstance(score, float | int):
@@ -53,8 +58,7 @@ def has_stalled(run: Run, per_epoch: int) -> bool:
     cfg = run.settings.config
     meta = run.state.meta
     best = meta.get("best") or {}
-    metric = cfg.best_metric or "val_top1"
-    if not cfg.patience or meta.get("unevaluated") or metric not in best:
+    if not cfg.patience or meta.get("unevaluated") or metric(cfg) not in best:
         return False
     return bool(run.step - best["step"] >= cfg.patience * per_epoch)
 

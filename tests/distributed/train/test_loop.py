@@ -588,7 +588,7 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     net = nn.Linear(1, 1)
     batches = GlobalBatches(10, 5, 0, 0, 1)
     ends = loop._StepEnds(run, run.settings.config, net, batches, lambda: {"val_top1": 0.9})
-    theirs = SimpleNamespace(read=lambda: ([1.0], "SIGUSR2", False, 1.0))
+    theirs = SimpleNamespace(read=lambda: ([1.0, 0.0, 0.0], "SIGUSR2", False, 1.0))
     monkeypatch.setattr(loop, "Agreement", lambda *arguments: theirs)
     assert not ends._evaluate()
     assert run.results == {}

@@ -73,3 +73,27 @@ def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
         assert summary["val_samples"] == 359
         assert summary["steps"] == 20
         assert summary["val_top1"] == helpers.rows(run_dir)[-1]["val_top1"]
+
+
+# Each rank returns the loss of its own samples, as in a recipe that forgets world.sum(): after the
+# second epoch it is the best one on rank 0 alone.
+OWN_RESULTS = """
+from recipes import toy
+from recipes.core.train import loop
+start = toy.entry.begin("toy")
+steps = loop.steps
+
+def with_own_results(run, cfg, model, batches, evaluate):
+    values = iter([1.0, 0.5 + run.world.rank, 0.75])
+    return steps(run, cfg, model, batches, lambda: {"val_loss": next(values)})
+
+loop.steps = with_own_results
+toy.session.run(toy.main, start)
+"""
+
+
+def test_results_that_differ_between_the_ranks_do_not_divide_them(tmp_path: Path) -> None:
+    words = ["device=cpu", "samples=8", "global_batch_size=4", "epochs=3", "timeout_s=20"]
+    words += ["best_metric=val_loss", "best_mode=min", f"run_dir={tmp_path}"]
+    helpers.run_ranks(OWN_RESULTS, words, 2).expect(0)
+    assert helpers.read(tmp_path, "summary")["best"] == {"val_loss": 0.5, "step": 4}
