@@ -73,7 +73,9 @@ class Config(TrainKeys):
         high=1,
     )
     weight_decay: float = key(
-        0.05, "weight decay of weights; norms, biases and position embeddings have none"
+        0.05,
+        "weight decay of weights; norms, biases, position embeddings and the additions of "
+        "train=lora have none",
     )
     label_smoothing: float = key(0.1, "label smoothing; ignored with multi_label=true", high=1)
     class_weights: bool = key(

@@ -70,7 +70,9 @@ class Config(TrainKeys):
         "fraction of the steps in which the learning rate rises (warm-up); it then falls to zero",
         high=1,
     )
-    weight_decay: float = key(0.0, "weight decay of matrices")
+    weight_decay: float = key(
+        0.0, "weight decay of matrices; the additions of train=lora have none"
+    )
     clip_grad_norm: float = 1.0
     recompute: bool = key(
         False,
