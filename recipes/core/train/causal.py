@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -179,7 +183,7 @@ def activation_bytes(
                 with torch.autocast("cpu", torch.bfloat16, enabled=half):
                     logits = twin(tokens, position_ids=positions, use_cache=False).logits
                 F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         return None
     return memory.peak + gathered
 

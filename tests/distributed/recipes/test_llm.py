@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -617,6 +618,7 @@ def test_a_run_that_is_killed_while_it_saves_ends_like_one_that_is_not(
 
 MEASURE = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 import torch
 from recipes import llm
@@ -692,10 +694,15 @@ def test_the_memory_of_a_step_is_estimated_without_computing_it(words: tuple[str
     assert "bytes " in ended.out
 
 
-def test_the_memory_of_a_model_that_reads_values_is_not_known() -> None:
+@pytest.mark.parametrize("read", [lambda tokens: int(tokens.sum()), torch.nonzero])
+def test_the_memory_of_a_model_that_reads_values_is_not_known(
+    read: Callable[[Tensor], object],
+) -> None:
+    """As a mixture of experts does, which selects the tokens of each expert."""
+
     class Reads(type(net("llama"))):  # type: ignore[misc]
         def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
-            assert int(tokens.sum()) >= 0
+            read(tokens)
             return super().forward(tokens, **kwargs)
 
     model = Reads(net("llama").config)
