@@ -16,6 +16,7 @@ from torchvision.models import WeightsEnum
 from recipes.core import files
 from recipes.core.config import declare
 from recipes.core.errors import InputError, MachineError, one_line, require
+from recipes.core.train import sharding
 from recipes.core.train.optimisation import Layer, heads
 
 TIMM = "timm/"
@@ -150,10 +151,7 @@ def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def trained(net: nn.Module) -> str:
     """The number of parameters that are trained, as a phrase."""
-    count, every = (
-        sum(p.numel() for p in net.parameters() if p.requires_grad or of_all)
-        for of_all in (False, True)
-    )
+    every, count = sharding.counts(net)
     return f"{count:,} of {every:,} parameters are trained ({count / every:.1%})"
 
 

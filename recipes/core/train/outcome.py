@@ -13,7 +13,7 @@ from recipes.core import files
 from recipes.core.config.run_keys import Mode, TrainKeys
 from recipes.core.errors import InputError, Kind, RunError
 from recipes.core.run import attempt as attempts, directory, efficiency, ledger, rows, watchdog
-from recipes.core.train import metrics
+from recipes.core.train import metrics, sharding
 from recipes.core.train.run import Results, Run
 
 
@@ -131,8 +131,7 @@ def _summary(run: Run) -> dict[str, Any]:
         },
     }
     if run.state:
-        trained = (p.numel() for p in run.state.model.parameters() if p.requires_grad)
-        summary["parameters"] = sum(trained)
+        _, summary["parameters"] = sharding.counts(run.state.model)
         summary["global_batch_size"] = cfg.global_batch_size
         summary["strategy"] = cfg.strategy
         if run.state.meta["best"]:

@@ -61,15 +61,15 @@ def gathered_bytes(model: nn.Module, half: torch.dtype) -> int:
     These are the weights outside the blocks, and two blocks: while one computes, a rank gathers
     the next one.
     """
-    of_blocks = [_sizes(block) for block in blocks(model)]
+    of_blocks = [counts(block) for block in blocks(model)]
     count, trained = (max(sizes) for sizes in zip(*of_blocks, strict=True))
-    all_count, all_trained = _sizes(model)
+    all_count, all_trained = counts(model)
     rest = all_count - sum(size for size, _ in of_blocks)
     rest_trained = all_trained - sum(size for _, size in of_blocks)
     return 2 * half.itemsize * count + 4 * trained + 4 * (rest + rest_trained)
 
 
-def _sizes(module: nn.Module) -> tuple[int, int]:
+def counts(module: nn.Module) -> tuple[int, int]:
     """Numbers of weights, and of those that are trained."""
     parameters = list(module.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
