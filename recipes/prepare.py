@@ -320,7 +320,9 @@ def prepare_dialogues(keys: DialoguesKeys, data_dir: Path) -> str:
     for name, examples in zip(("training", "validation"), parts, strict=True):
         tokens = f"{examples.lengths.sum():,} tokens; the loss counts {examples.counted.sum():,}"
         _say(f"{name}: {len(examples):,} examples, {tokens}")
-    return f"llm model={shlex.quote(keys.model)}"
+    model = Path(keys.model).expanduser()
+    name = str(model.absolute()) if model.is_dir() else keys.model  # a job starts elsewhere
+    return f"llm model={shlex.quote(name)}"
 
 
 def prepare_weights(keys: WeightsKeys, data_dir: Path) -> str:

@@ -401,6 +401,22 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
     assert f"next: python launch.py recipe=llm model={model} data_dir={tmp_path}/data" in out
 
 
+def test_the_next_command_has_the_absolute_path_of_a_model(
+    tmp_path: Path,
+    run: Prepare,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Recipe llm refuses a relative one."""
+    monkeypatch.chdir(model.parent)
+    rows = [json.dumps({"text": text}) for text in ("one", "two")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [f"source={tmp_path}/rows.jsonl", f"data_dir={tmp_path}/data", "val_fraction=0.5"]
+    assert prepare.main(["dialogues", *words, f"model=./{model.name}"]) == 0
+    assert f"recipe=llm model={model} data_dir=" in capsys.readouterr().out
+
+
 def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
     """Also if only what happens to bad rows differs. A damaged one, a changed file and other keys
     make it again.
