@@ -188,7 +188,7 @@ def main(cfg: Config, run: Run) -> Results:
     about = {"kind": training.facts["kind"]}
     run.resume(checkpoint.State(net, optimizer, scheduler, about=about), batches)
     if world.rank == 0 and not cfg.evaluate:
-        causal.keep(run.dir, net, tokenizer)
+        causal.keep(run.dir, net, tokenizer, cfg.model if cfg.allow_code else "")
     for step in loop.steps(run, cfg, model, batches, evaluate):
         for part in step.parts:
             step.backward(*losses(model, training, part))

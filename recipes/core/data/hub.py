@@ -180,20 +180,19 @@ def allows_code(model: str, copy: Path, allow_code: str) -> bool:
         problem = f"transformers {library.__version__} has no model_type {errors.shown(kind)}"
         raise InputError(f"model={model}: {problem}: install a newer one, or give another model=")
     folder = Path(os.path.realpath(folder_of(model)))
-    names = sorted(str(source.relative_to(folder)) for source in folder.rglob("*.py"))
-    sources = [Path(os.path.realpath(folder / name)) for name in names]
-    missing = {f"{name.partition('.')[0]}.py" for name in code.values()} - {*names}
+    sources = python_files(folder)
+    missing = {f"{name.partition('.')[0]}.py" for name in code.values()} - sources.keys()
     if missing:
         problem = f"its config requires {min(missing)}, which is missing"
         raise InputError(f"model={model}: {problem}: fetch it again, or give another one")
     needed = f"model={model}: its config requires Python code"
     digest = hashlib.sha256()
     try:
-        for place in (folder, *sources):
+        for place in (folder, *sources.values()):
             if problem := trust.who_else_can_change(place):
                 fix = "copy the folder, or its run, with cp -r, read the copy, and give it instead"
                 raise InputError(f"{needed}, but {problem}: {fix}")
-        for source, name in zip(sources, names, strict=True):
+        for name, source in sources.items():
             digest.update(f"{name} {files.sha256(source)}\n".encode())
             target = copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -203,10 +202,16 @@ def allows_code(model: str, copy: Path, allow_code: str) -> bool:
         raise InputError(f"model={model}: {problem}: fetch it again, or remove it") from None
     allowed = digest.hexdigest()[:SHOWN]
     if allow_code != allowed:
-        places = f"{', '.join(names)} in {folder}"
+        places = f"{', '.join(sources)} in {folder}"
         raise InputError(f"{needed} ({places}): read it, then give allow_code={allowed}")
     library.dynamic_module_utils.HF_MODULES_CACHE = _modules()
     return True
+
+
+def python_files(folder: Path) -> dict[str, Path]:
+    """The Python files in and below the folder of a model, without links, by their names in it."""
+    names = sorted(str(source.relative_to(folder)) for source in folder.rglob("*.py"))
+    return {name: Path(os.path.realpath(folder / name)) for name in names}
 
 
 @functools.cache

@@ -342,7 +342,14 @@ def write(model: Causal, folder: Path, adapter: bool) -> None:
     safetensors.save_file(weights, folder / "adapter_model.safetensors")
 
 
-def keep(run_dir: Path, net: Any, tokenizer: Any) -> None:
-    """Writes what `load` needs besides a checkpoint."""
+def keep(run_dir: Path, net: Any, tokenizer: Any, with_code_of: str = "") -> None:
+    """Writes what `load` needs besides a checkpoint. with_code_of: the model whose own Python files
+    are part of it; "" for none.
+    """
+    folder = run_dir / FOLDER
     for part in (net.config, net.generation_config, tokenizer):
-        part.save_pretrained(run_dir / FOLDER)
+        part.save_pretrained(folder)
+    if with_code_of:
+        for name, source in hub.python_files(hub.folder_of(with_code_of)).items():
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            files.write_bytes(folder / name, source.read_bytes())

@@ -462,6 +462,34 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(
     assert not mark.exists()
 
 
+def test_a_run_keeps_all_python_files_of_its_model(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """save_pretrained of a config writes only the file with its class."""
+    folder = tmp_path / "mine"
+    shutil.copytree(models / "llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "its_config.MyConfig", "AutoModelForCausalLM": "its_net.MyModel"}
+    config |= {"model_type": "mine", "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "its_config.py").write_text(
+        "from transformers import LlamaConfig\n"
+        "class MyConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (folder / "its_net.py").write_text(
+        "from transformers import LlamaForCausalLM\n"
+        "from .its_config import MyConfig\n"
+        "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    )
+    with pytest.raises(InputError, match="requires Python code") as refused:
+        causal.open_model(str(folder), "")
+    digest = str(refused.value).rpartition("=")[2]
+    words = (*SMALL, f"model={folder}", f"allow_code={digest}")
+    one_rank.train(llm, tmp_path / "run", monkeypatch, *words)
+    shutil.rmtree(folder)
+    assert type(causal.load(tmp_path / "run", "cpu", digest).net).__name__ == "MyModel"
+
+
 def test_code_in_a_run_of_another_user_does_not_run(run_dir: Path, tmp_path: Path) -> None:
     """Although that run says that it may."""
     folder = tmp_path / "run"
