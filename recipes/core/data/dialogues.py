@@ -9,6 +9,7 @@ the number of its row.
 import hashlib
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -155,7 +156,7 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
     say. Shards that are there and valid are kept. Raises InputError and MachineError.
     """
     held_out = documents.find_groups(keys.val, ENDINGS, say, key="val") if keys.val else []
-    others = {path for group in held_out for path in group}
+    others = {os.path.realpath(path) for group in held_out for path in group}
     groups = documents.find_groups(keys.source, ENDINGS, say, others)
     place, row = next(_rows(itertools.chain(*groups)), (repr(keys.source), None))
     kind = chat.kind_of(row)

@@ -40,13 +40,12 @@ def find_groups(
     source: str,
     endings: Sequence[str],
     say: Say,
-    without: Collection[Path] = (),
+    without: Collection[str] = (),
     key: str = "source",
 ) -> list[list[Path]]:
     """The files of each shard, in the order of their names. source: a folder, a file or a pattern.
-    endings: of the files to read, in any case. without: files that are not read. key: that names
-    ``source``. Raises InputError
-    if there are none.
+    endings: of the files to read, in any case. without: real paths of files that are not read. key:
+    that names ``source``. Raises InputError if there are none.
     """
     root = Path(source).expanduser()
     candidates = list[Path]()
@@ -65,7 +64,7 @@ def find_groups(
     others = list[bytes]()
     for path in candidates:
         # is_file: not a named pipe or a device in another user's folder
-        is_left_out = path.absolute() in without
+        is_left_out = os.path.realpath(path) in without
         if path.suffix.lower() in endings and path.is_file() and not is_left_out:
             paths.append(path.absolute())
         else:

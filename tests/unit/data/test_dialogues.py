@@ -390,14 +390,16 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
     assert drawn[0][0] != drawn[2][0]
     assert drawn[0][1] != drawn[2][1]
 
-    # a file within source= is not also trained on
-    status, out = run(f"val={tmp_path}/source/b.jsonl")
-    assert status == 0
-    _, validation = opened(tmp_path)
-    assert [text for text, _ in texts(model, validation)] == sorted(
-        f"row {i}<|im_end|>" for i in range(12, 20)
-    )
-    assert re.search(r"\ntraining: 12 examples, \d+ tokens; .*\nvalidation: 8 examples", out)
+    # a file within source= is not also trained on, by whatever path it is named
+    (tmp_path / "link").symlink_to("source")
+    for place in ("source", "link", "source/../source"):
+        status, out = run(f"val={tmp_path}/{place}/b.jsonl")
+        assert status == 0
+        _, validation = opened(tmp_path)
+        assert [text for text, _ in texts(model, validation)] == sorted(
+            f"row {i}<|im_end|>" for i in range(12, 20)
+        )
+        assert re.search(r"\ntraining: 12 examples, \d+ tokens; .*\nvalidation: 8 examples", out)
     assert f"next: python launch.py recipe=llm model={model} data_dir={tmp_path}/data" in out
 
 
