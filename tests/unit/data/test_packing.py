@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from recipes import prepare
-from recipes.core.data import pillow, progress
+from recipes.core.data import classfolder, pillow, progress
 from recipes.core.data.packed import format, write
 from recipes.core.errors import InputError, MachineError
 from tests import helpers
@@ -277,6 +277,27 @@ def test_a_second_process_is_refused(source: Path, tmp_path: Path) -> None:
             write.pack(source, tmp_path, **OPTIONS)
     assert f"{tmp_path}/packing.lock' is locked" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["packing.lock"]
+
+
+def test_a_copy_that_another_process_finishes_meanwhile_stays(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this one lists the source. The finished copy can be in use."""
+    scan = classfolder.scan
+    finished = set[int]()
+
+    def inodes() -> set[int]:
+        return {path.stat().st_ino for path in tmp_path.iterdir()}
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(classfolder, "scan", scan)
+        write.pack(source, tmp_path, **OPTIONS)
+        finished.update(inodes())
+        return scan(*args, **kwargs)
+
+    monkeypatch.setattr(classfolder, "scan", meanwhile)
+    write.pack(source, tmp_path, **OPTIONS)
+    assert inodes() == finished
 
 
 def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: Path) -> None:

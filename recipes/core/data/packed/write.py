@@ -58,6 +58,8 @@ def pack(
 
         trust.own_folder(target, "data_dir")
         with files.locked(target / "packing.lock"):
+            if datasets.kind(target / format.INDEX):  # another process has packed it meanwhile
+                return _verified(target, size, quality)
             files.remove_temporary(target)  # of an interrupted packing, as are these
             for old in target.glob("*.bin"):
                 old.unlink()
