@@ -316,6 +316,27 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from recipes.core.data.packed import format
+from recipes.core.data.packed.read import Packed
+copy = format.read_index(Path(sys.argv[1]))
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+for split in format.SPLITS:
+    print(len(Packed(Path(sys.argv[1]), copy, split)))
+"""
+
+
+def test_a_copy_may_have_more_files_than_a_process_may_open(unbroken: Path) -> None:
+    """As the soft limit lets a process open; the hard limit is larger."""
+    command = [sys.executable, "-c", LIMITED, str(unbroken)]
+    assert helpers.run([*command, "5", "50"], cwd=ROOT).expect(0).lines == ["17", "5"]
+    refused = helpers.run([*command, "5", "5"], cwd=ROOT).expect(1)
+    assert "(Too many open files): raise the hard limit of open files (ulimit -Hn)" in refused.out
+
+
 def test_a_finished_copy_is_verified_and_damage_is_reported(
     source: Path, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,9 @@
 """Samples of a packed copy, for a loader's workers."""
 
+import errno
 import hashlib
 import os
+import resource
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +39,7 @@ class Packed:
         self._opened = folder, copy, split
         self._split = split
         self._files = parts.shards
+        _allow_open_files(len(parts.shards))
         self._shards = [_open(folder, file, again) for file in parts.shards]
         with _open(folder, parts.index, again) as opened:
             self._records = np.memmap(opened, FIELDS, "r")
@@ -80,6 +83,14 @@ class Packed:
         return content
 
 
+def _allow_open_files(count: int) -> None:
+    """Raises the limit of open files of this process by ``count``, as far as its hard limit allows.
+    It is often 1,024, and a copy of 2 million images has as many shards.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(soft + count, hard)), hard))
+
+
 def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
     """Opens a file for reading. Raises InputError if it is missing or has another size."""
     path = folder / file.name
@@ -87,8 +98,10 @@ def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
         opened = open(path, "rb", buffering=0, opener=files.without_waiting)  # noqa: SIM115
         size = os.fstat(opened.fileno()).st_size
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise InputError(f"{str(path)!r} {why}: make it readable, or {again}") from None
+        fix = f"make it readable, or {again}"
+        if error.errno == errno.EMFILE:
+            fix = "raise the hard limit of open files (ulimit -Hn)"
+        raise InputError(f"{str(path)!r} cannot be read ({error.strerror}): {fix}") from None
     if size != file.size:
         raise InputError(f"{str(path)!r} has {size} bytes instead of {file.size}: {again}")
     return opened
