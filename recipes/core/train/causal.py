@@ -311,7 +311,12 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
         settings = library.AutoConfig.from_pretrained(opened, trust_remote_code=trust)
         net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
         net.generation_config = library.GenerationConfig.from_pretrained(opened)
-    net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
+    try:
+        net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
+    except RuntimeError as error:
+        why = f"does not fit the {type(net).__name__} of {folder} ({one_line(error, 120)})"
+        fix = "use the version of transformers that the run was trained with"
+        raise InputError(f"{path}: {why}: {fix}") from None
     tokenizer = chat.open_tokenizer(str(folder))
     kind = content["meta"].get("about", {}).get("kind", "messages")
     return Causal(net.eval().to(device), tokenizer, path, config, added, kind)

@@ -367,6 +367,18 @@ def test_a_checkpoint_is_exported_from_its_own_folder(
         export.main(["none", "hf"])
 
 
+def test_a_model_that_has_other_weights_than_the_checkpoint_is_one_line(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """As in another version of transformers, which names the weights differently."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    path = tmp_path / "run/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    expected = r"step-00000004\.pt: does not fit the LlamaForCausalLM of .*: use the version of tra"
+    with pytest.raises(InputError, match=expected):
+        causal.load(tmp_path / "run")
+
+
 def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_path: Path) -> None:
     def changed(**config: Any) -> Path:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
