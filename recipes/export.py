@@ -6,12 +6,12 @@
     python -m recipes.export runs/cifar to=tensorboard         # or to=wandb, mlflow, trackio
 
 To write a model, give a run directory or a checkpoint, the format, and optionally out=FILE
-(default: model.onnx or model.safetensors in the run directory, or for a checkpoint in the current
-folder). The file's metadata has the classes and the preprocessing. hf is for runs of llm: out= is a
-new folder (default: hf in the run directory), and adapter=true writes the low-rank additions alone,
-for PEFT. To export metrics, give run directories, or folders of them; a later call adds only the
-new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs
-differ.
+(default: model.onnx or model.safetensors in the run directory; of a checkpoint, in the working
+directory). The file's metadata has the classes and the preprocessing. hf is for runs of llm: out=
+is a new folder (default: hf in the run directory), and adapter=true writes the low-rank additions
+alone, for PEFT. To export metrics, give run directories, or folders of them; a later call adds only
+the new rows. Exit status: 0 done; 2 if the run cannot be read, a library is missing, or the outputs
+differ; 3 if nothing can be written.
 """
 
 import json
@@ -75,10 +75,11 @@ def main(argv: list[str]) -> int:
         # before it is read: its owner could exchange it meanwhile
         trust.own_folder(place, "out", is_listed=is_run)
     model = trained.load(run)
-    out = Path(keys.out or place / f"model.{kind}")
+    out = Path(keys.out).expanduser() if keys.out else place / f"model.{kind}"
     folder = trust.resolved(out.parent)
     content, difference = to_onnx(model) if kind == "onnx" else (to_safetensors(model), "")
-    files.write_bytes(folder / out.name, content)
+    with files.writing_to(out.parent, "out"):
+        files.write_bytes(folder / out.name, content)
     print(f"{out}: from {model.path}, {len(model.classes)} classes{difference}")
     return EXIT_DONE
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 import recipes
 from recipes import export, finetune, predict
 from recipes.conf.finetune import Config
-from recipes.core.errors import ConfigError, InputError
+from recipes.core.errors import ConfigError, InputError, MachineError
 from recipes.core.train import checkpoint
 from tests.distributed import one_rank
 
@@ -170,3 +170,13 @@ def test_an_export_keeps_outputs_and_classes(
     ):
         with pytest.raises((ConfigError, InputError), match=expected):
             export.main([str(run_dir), *words])
+
+
+def test_the_file_of_an_export_may_be_in_the_home_folder(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert export.main([str(run_dir), "safetensors", "out=~/mine.safetensors"]) == 0
+    assert (tmp_path / "mine.safetensors").is_file()
+    with pytest.raises(MachineError, match=r"out='.*/none': cannot be written .*: give an"):
+        export.main([str(run_dir), "safetensors", "out=~/none/mine.safetensors"])
