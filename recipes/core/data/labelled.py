@@ -221,7 +221,7 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
     try:
         text = read_bounded(path, MAX_TABLE).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-        rows = list(reader)
+        rows = [(reader.line_num, row) for row in reader]
         columns = reader.fieldnames or []
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{key}: cannot be read ({error}): give a CSV in UTF-8") from None
@@ -240,7 +240,7 @@ def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: 
     splits = list[str]()
     first_rows = dict[tuple[int, int], tuple[int, list[str], str]]()
     left_out = 0
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         line = f"{key}: line {number}"
         if any(row.get(None) or ()):  # not for commas at the end
             fix = "put a value with commas in quotes"

@@ -251,6 +251,11 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
             "line 3: '.*/a/none.png' does not exist: correct",
         ),
         (
+            ("file,label,note", 'a/0.png,dog,"two', 'lines"', "", "a/none.png,dog,"),
+            False,
+            "line 5: '.*/a/none.png' does not exist: correct",
+        ),
+        (
             ("file,label", "a/0.png,dog;cat"),
             False,
             "line 2: label 'dog;cat' must be one class: give one, or multi_label=true",
