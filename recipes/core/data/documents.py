@@ -51,7 +51,7 @@ def find_groups(
     candidates = list[Path]()
     seen = set[bytes]()
     roots = [root]
-    if not root.is_dir():
+    if not root.exists():
         roots = [Path(name) for name in sorted(glob.glob(str(root)))]
     for path in roots:
         if path.is_dir():  # also Spark's folder of part files, NAME.parquet/

@@ -251,6 +251,12 @@ def test_a_pattern_may_name_folders_of_part_files(
     assert all_tokens(opened(tmp_path)) == ids("row", "row")
 
 
+def test_the_name_of_a_file_may_look_like_a_pattern(tmp_path: Path, run: Prepare) -> None:
+    data_common.put(tmp_path / "source/notes [1].txt", b"one")
+    assert run(f"source={tmp_path}/source/notes [1].txt")[0] == 0
+    assert all_tokens(opened(tmp_path)) == ids("one")
+
+
 def test_a_byte_order_mark_is_not_text(tmp_path: Path, run: Prepare) -> None:
     put(tmp_path, a_txt="\ufeffone", b_jsonl='\ufeff{"text": "two"}')
     assert run()[0] == 0
