@@ -39,7 +39,7 @@ def read_file(path: Path, opener: Callable[[str, int], int] = files.without_wait
 
 def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
     """An image for a packed copy: payload, height, width. An upright RGB JPEG of at most ``size``
-    is unchanged. Raises Unreadable.
+    is unchanged. Raises Unreadable, and MachineError if there is no space for a temporary file.
     """
     from PIL import Image
 
@@ -54,7 +54,8 @@ def encode(data: bytes, size: int, quality: int) -> tuple[bytes, int, int]:
         return data, image.height, image.width
     small.info = {}  # comments and profiles would be stored too
     # only for a file does Pillow release the interpreter's lock
-    with tempfile.TemporaryFile() as file:
+    folder = Path(tempfile.gettempdir())
+    with files.writing_to(folder, "TMPDIR"), tempfile.TemporaryFile(dir=folder) as file:
         small.save(file, "JPEG", quality=quality, subsampling="4:2:0")
         file.seek(0)
         return file.read(), small.height, small.width

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -388,6 +389,14 @@ def test_a_disk_that_fills_up_is_reported(tmp_path: Path) -> None:
         assert f"data_dir='{small}': cannot be written (No space left on device" in message
         assert "\n" not in message
         assert list(small.glob(".*")) == []
+
+
+def test_a_missing_folder_of_temporary_files_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(MachineError, match=rf"^TMPDIR='{tmp_path}/none': cannot be written"):
+        write.pack(source, tmp_path / "out", **OPTIONS)
 
 
 def test_prepare_names_skipped_images_and_the_next_command(
