@@ -40,12 +40,16 @@ def transformers() -> Any:
 
 def fetch(name: str) -> Path:
     """Fetches a model into the cache of the Hugging Face hub, which verifies its files. Raises
-    MachineError.
+    InputError if the hub does not have it for this user, and MachineError.
     """
     hub = errors.require("huggingface_hub", "llm", f"model={name}: ")
+    of_hub = errors.require("huggingface_hub.errors", "llm", f"model={name}: ")
     try:
         folder = hub.snapshot_download(name, allow_patterns=[*WITHOUT_CODE, "*.py"])
-    except Exception as error:  # no internet, no such model, a full disk
+    except (of_hub.HFValidationError, of_hub.RepositoryNotFoundError) as error:
+        fix = "give its name on the Hugging Face hub; a gated or private model requires $HF_TOKEN"
+        raise InputError(f"model={name}: {errors.one_line(error, 120)}: {fix}") from None
+    except Exception as error:  # no internet, a full disk
         fix = "run this command on a machine with internet, and copy its folder $HF_HOME here"
         raise MachineError(f"model={name}: {errors.one_line(error, 120)}: {fix}") from None
     return find(str(folder))

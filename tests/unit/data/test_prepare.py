@@ -1,6 +1,7 @@
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import random
 import struct
 import time
@@ -189,6 +190,36 @@ def test_offline_the_reason_and_the_fix_are_named(run: Run) -> None:
     assert code == 3
     for words in (f":{port}/a/{IMAGES}", "Connection refused", "login node", "source=", "PROXY"):
         assert words in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "fix"),
+    [
+        ("GatedRepoError", 2, "give its name on the Hugging Face hub; a gated or private model"),
+        ("HFValidationError", 2, "give its name on the Hugging Face hub"),
+        ("LocalEntryNotFoundError", 3, "run this command on a machine with internet"),
+    ],
+)
+def test_a_model_that_cannot_be_fetched_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    status: int,
+    fix: str,
+) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="optional: pip install '.[llm]'")
+    cls = getattr(importlib.import_module("huggingface_hub.errors"), kind)
+    error = cls.__new__(cls)  # without the response of a server
+
+    def refuse(name: str, allow_patterns: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    assert prepare.main(["weights", "model=org/name"]) == status
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: model=org/name: {kind}")
+    assert f": {fix}" in err
+    assert err.count("\n") == 1
 
 
 def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: Path) -> None:
