@@ -5,10 +5,10 @@ from tests.mutations import Mutation
 MUTATIONS = [
     Mutation(
         "recipes/core/data/token_batches.py",
-        "documents[place] = document",
-        "documents[place] = 0",
+        "positions[place] = np.arange(end - begin)",
+        "pass",
         "packed examples attend to each other",
-        "tests/unit/data/test_token_batches.py::test_rows_have_positions_and_documents",
+        "tests/unit/data/test_token_batches.py::test_rows_have_positions_in_each_example",
     ),
     Mutation(
         "recipes/core/data/chat.py",

@@ -34,13 +34,12 @@ class Part(sampling.Part):
 
 
 class Rows(NamedTuple):
-    """Rows of documents, each tensor (B, T). positions: from 0 in each document. documents: number
-    within the row, -1 for padding. counted: whether the loss counts the token as a target.
+    """Rows of examples, each tensor (B, T). positions: from 0 in each example. counted: whether the
+    loss counts the token as a target.
     """
 
     tokens: Tensor
     positions: Tensor
-    documents: Tensor
     counted: Tensor
 
 
@@ -52,18 +51,16 @@ def collate(examples: Examples, rows: Sequence[Sequence[int]], length: int = 0) 
     shape = (max(1, len(rows)), max(longest, length))
     tokens = np.full(shape, examples.facts["pad"])
     positions = np.tile(np.arange(shape[1]), (shape[0], 1))
-    documents = np.full(shape, -1)
     counted = np.zeros(shape, bool)
     for number, row in enumerate(rows):
         begin = 0
-        for document, example in enumerate(row):
+        for example in row:
             end = begin + examples.lengths[example]
             place = (number, slice(begin, end))
             tokens[place], counted[place] = examples.take(example)
             positions[place] = np.arange(end - begin)
-            documents[place] = document
             begin = end
-    return Rows(*map(torch.from_numpy, (tokens, positions, documents, counted)))
+    return Rows(*map(torch.from_numpy, (tokens, positions, counted)))
 
 
 class TokenBatches:

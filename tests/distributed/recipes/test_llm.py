@@ -679,7 +679,7 @@ def step(rows, length):
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     places = torch.arange(length).repeat(rows, 1)
     positions = places % 300
-    batch = Rows(tokens, positions, positions, places >= 0)
+    batch = Rows(tokens, positions, places >= 0)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
         logits = net(tokens, position_ids=positions, use_cache=False).logits
     means, _ = llm.row_losses(logits, batch)

@@ -133,19 +133,15 @@ def test_an_example_longer_than_a_row_is_refused() -> None:
     assert TokenBatches(data, 1, 9, True, 0, 0, 1).per_epoch == 3  # at least a row
 
 
-def test_rows_have_positions_and_documents() -> None:
+def test_rows_have_positions_in_each_example() -> None:
     rows = collate(examples(np.array([3, 2, 4])), [[2, 1], [0]], length=8)
-    assert [tensor.shape for tensor in rows] == [(2, 8)] * 4
-    assert [rows.tokens.dtype, rows.positions.dtype, rows.documents.dtype] == [torch.int64] * 3
+    assert [tensor.shape for tensor in rows] == [(2, 8)] * 3
+    assert [rows.tokens.dtype, rows.positions.dtype] == [torch.int64] * 2
     assert rows.tokens.tolist() == [
         [2000, 2001, 2002, 2003, 1000, 1001, 7, 7],
         [0, 1, 2, 7, 7, 7, 7, 7],
     ]
     assert rows.positions[:, :6].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
-    assert rows.documents.tolist() == [
-        [0, 0, 0, 0, 1, 1, -1, -1],
-        [0, 0, 0, -1, -1, -1, -1, -1],
-    ]
     assert rows.counted.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
 
 
@@ -159,4 +155,3 @@ def test_no_rows_are_a_row_of_padding() -> None:
     assert rows.tokens.tolist() == [[7, 7]]
     assert rows.positions.tolist() == [[0, 1]]
     assert not rows.counted.any()
-    assert (rows.documents == -1).all()
