@@ -19,6 +19,7 @@ from recipes.core.errors import InputError, MachineError
 
 # files of a model without its code; of the weights only safetensors, which hold no code either
 WITHOUT_CODE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+FETCHED = [*WITHOUT_CODE, "*.py"]
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
 # settings with a "/" that transformers does not open, and those that name other files or that it
@@ -45,7 +46,7 @@ def fetch(name: str) -> Path:
     hub = errors.require("huggingface_hub", "llm", f"model={name}: ")
     of_hub = errors.require("huggingface_hub.errors", "llm", f"model={name}: ")
     try:
-        folder = hub.snapshot_download(name, allow_patterns=[*WITHOUT_CODE, "*.py"])
+        folder = hub.snapshot_download(name, allow_patterns=FETCHED)
     except (of_hub.HFValidationError, of_hub.RepositoryNotFoundError) as error:
         fix = "give its name on the Hugging Face hub; a gated or private model requires $HF_TOKEN"
         raise InputError(f"model={name}: {errors.one_line(error, 120)}: {fix}") from None
@@ -57,14 +58,15 @@ def fetch(name: str) -> Path:
 
 def folder_of(model: str) -> Path:
     """The folder of a model on this machine. Raises MachineError if ``model`` is the name of one
-    that was not fetched.
+    that was not fetched completely.
     """
     folder = Path(model).expanduser()
     if folder.is_dir() or folder.is_absolute():
         return folder
     hub = errors.require("huggingface_hub", "llm", f"model={model}: ")
     try:
-        return Path(hub.snapshot_download(model, local_files_only=True))
+        # huggingface_hub 2.4 refuses a folder without all of the model's files of these names
+        return Path(hub.snapshot_download(model, allow_patterns=FETCHED, local_files_only=True))
     except (OSError, ValueError):
         raise MachineError(
             f"model={model}: is not in the cache of the Hugging Face hub: on a machine with "

@@ -2,6 +2,7 @@ import dataclasses
 import gzip
 import hashlib
 import importlib
+import json
 import random
 import struct
 import time
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from recipes import prepare
-from recipes.core.data import datasets, progress
+from recipes.core.data import datasets, hub, progress
 from recipes.core.data.datasets import DataFile
-from tests.unit.data.common import not_root
+from tests.unit.data.common import not_root, put
 from tests.unit.data.serving import Answer, Server, content, dropped, serving, status
 
 IMAGES = "tiny-images-idx3-ubyte"
@@ -207,19 +208,38 @@ def test_a_model_that_cannot_be_fetched_is_one_line(
     status: int,
     fix: str,
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="optional: pip install '.[llm]'")
+    library = pytest.importorskip("huggingface_hub", reason="optional: pip install '.[llm]'")
     cls = getattr(importlib.import_module("huggingface_hub.errors"), kind)
     error = cls.__new__(cls)  # without the response of a server
 
     def refuse(name: str, allow_patterns: object) -> None:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    monkeypatch.setattr(library, "snapshot_download", refuse)
     assert prepare.main(["weights", "model=org/name"]) == status
     err = capsys.readouterr().err
     assert err.startswith(f"error: model=org/name: {kind}")
     assert f": {fix}" in err
     assert err.count("\n") == 1
+
+
+def test_a_model_that_was_fetched_is_found_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub also lists files that `hub.fetch` leaves out, such as README.md."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="optional: .[llm]")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0" * 40
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / commit
+    fetched = ("config.json", "model.safetensors")
+    for name in fetched:
+        put(snapshot / name)
+    put(repository / "refs/main", commit.encode())
+    files = {name: {"size": 1, "blob_id": commit} for name in (*fetched, "README.md")}
+    listing = json.dumps({"format_version": 1, "files": files})  # of huggingface_hub 2.4
+    put(repository / f"trees/{commit}.json", listing.encode())
+    assert hub.find("org/name") == snapshot
 
 
 def test_an_unwritable_data_dir_is_refused(run: Run, server: Server, reachable: Path) -> None:
