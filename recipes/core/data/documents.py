@@ -52,6 +52,9 @@ def find_groups(
     seen = set[bytes]()
     roots = [root]
     if not root.exists():
+        if "**" in source:  # glob would read the files one folder below, without a message
+            fix = "give a folder, all of whose files are read"
+            raise InputError(f"{key}={source!r}: ** is not supported: {fix}")
         roots = [Path(name) for name in sorted(glob.glob(str(root)))]
     for path in roots:
         if path.is_dir():  # also Spark's folder of part files, NAME.parquet/

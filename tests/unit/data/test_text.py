@@ -133,6 +133,11 @@ def test_other_libraries_tokenizers_and_formats(
         ({}, ("source=",), "source= is missing"),
         ({"a_md": "x"}, (), r"source='.*/source' has no \.txt"),
         (
+            {"a_txt": "x"},
+            ("source=/data/**/*.txt",),
+            r"source='/data/\*\*/\*\.txt': \*\* is not supported: give a folder",
+        ),
+        (
             {"a_jsonl": '{"text": "x"}\n{"text'},
             (),
             r"a\.jsonl', line 2: JSONDecodeError.*: give UTF-8 text",
