@@ -101,7 +101,10 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     with files.writing_to(out.parent, "out"), tempfile.TemporaryDirectory(dir=parent) as part:
         folder = Path(part, out.name)
         trust.own_folder(folder, "out")
-        causal.write(model, folder, keys.adapter)
+        try:
+            causal.write(model, folder, keys.adapter)
+        except require("safetensors", "llm").SafetensorError as error:  # such as a full disk
+            raise OSError(str(error)) from None
         os.rename(folder, parent / out.name)
     print(f"{out}: from {model.path}")
     return EXIT_DONE

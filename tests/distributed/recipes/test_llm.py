@@ -367,6 +367,14 @@ def test_a_checkpoint_is_exported_from_its_own_folder(
         export.main(["none", "hf"])
 
 
+def test_a_disk_that_is_too_small_for_an_export_is_named(run_dir: Path, tmp_path: Path) -> None:
+    with helpers.small_disk(tmp_path / "small", "128k") as small:
+        line = rf"^out='{small}': cannot be written \(.*No space left on device.*\): give an"
+        with pytest.raises(MachineError, match=line):
+            export.main([str(run_dir), "hf", f"out={small}/hf"])
+        assert not [*small.iterdir()]
+
+
 def test_a_model_that_has_other_weights_than_the_checkpoint_is_one_line(
     run_dir: Path, tmp_path: Path
 ) -> None:
