@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,8 @@ from recipes.core.train import checkpoint, sharding, trained
 FOLDER = "model"  # in the run directory: config, tokenizer and generation config of the model
 DOWN = ".lora_A"  # ends of the names of low-rank additions, as in PEFT
 UP = ".lora_B"
+# of a model whose step cannot be computed on tensors without data
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # of the logits, relative to the largest
 APART = 1e-3
 SAME = 1e-5
@@ -158,7 +161,8 @@ def activation_bytes(
     is_divided: bool = False,
 ) -> int | None:
     """Bytes that a forward and a backward pass need besides a rank's weights and gradients, from
-    tensors without data. None if what the model computes depends on their values.
+    tensors without data. None if what the model computes depends on their values, as the experts of
+    some mixtures, or has an operator of its own.
 
     change: prepares a model like ``net`` for the training. shape: rows and tokens, which the loss
     all counts. half: whether products are computed in bfloat16. is_divided: whether strategy=fsdp
@@ -183,7 +187,7 @@ def activation_bytes(
                 with torch.autocast("cpu", torch.bfloat16, enabled=half):
                     logits = twin(tokens, position_ids=positions, use_cache=False).logits
                 F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except UNKNOWN:
         return None
     return memory.peak + gathered
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -558,8 +557,6 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     facts = {**training.facts, "tokenizer": "another"}
     with pytest.raises(InputError, match="has tokens of another tokenizer: run python -m recipes"):
         llm.open_model(Config(model=llama), facts)
-    with pytest.raises(InputError, match="tokens of another tokenizer: leave model= out"):
-        llm.open_model(Config(model=llama, dataset="made"), facts)
     facts = {**training.facts, "template": "another"}
     with pytest.raises(InputError, match="the data has another chat template: run python -m recip"):
         llm.open_model(Config(model=llama), facts)
@@ -666,7 +663,6 @@ def test_a_run_that_is_killed_while_it_saves_ends_like_one_that_is_not(
 
 MEASURE = """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 import torch
 from recipes import llm
@@ -742,11 +738,9 @@ def test_the_memory_of_a_step_is_estimated_without_computing_it(words: tuple[str
     assert "bytes " in ended.out
 
 
-@pytest.mark.parametrize("read", [lambda tokens: int(tokens.sum()), torch.nonzero])
-def test_the_memory_of_a_model_that_reads_values_is_not_known(
-    read: Callable[[Tensor], object],
-) -> None:
-    """As a mixture of experts does, which selects the tokens of each expert."""
+@pytest.mark.parametrize("read", [lambda x: int(x.sum()), torch.nonzero])
+def test_the_memory_of_a_model_that_reads_values_is_not_known(read: Any) -> None:
+    """A value, or a shape that depends on values, as the tokens of an expert."""
 
     class Reads(type(net("llama"))):  # type: ignore[misc]
         def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
