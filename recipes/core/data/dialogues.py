@@ -188,8 +188,25 @@ def _rows(sources: Iterable[Path]) -> Iterator[tuple[str, Any]]:
     """The rows of files, each with its place."""
     for source in sources:
         with documents.reading(source, FIX) as rows:
+            is_table = rows.kind == ".parquet"
             for row in rows:
-                yield f"{str(source)!r}, line {rows.number}", row
+                place = f"{str(source)!r}, line {rows.number}"
+                yield place, _without_nulls(row) if is_table else row
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table without nulls: each of its structs has all fields that one in the column
+    has, such as the arguments of all tools. Chat templates may require the content of a message.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nulls(part)
+        for name, part in value.items()
+        if part is not None or name == "content"
+    }
 
 
 def write_examples(file: IO[bytes], encoder: Encoder, rows: Iterable[tuple[str, Any]]) -> Record:

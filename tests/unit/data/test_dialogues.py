@@ -494,9 +494,11 @@ def test_rows_of_a_table(
 ) -> None:
     """pyarrow's rows have all columns, null where a message has none."""
     empty = {"tool_calls": None, "name": None}
+    arguments = {"city": "Paris", "currency": None}  # the second one is of another tool
+    call = {"id": None, "function": {"name": "weather", "arguments": arguments}}
     rows = [
         {"messages": [{**USER, **empty}, {**ANSWER, **empty}], "tools": None, "text": None},
-        {"messages": [USER, {**CALL, "name": None}], "tools": None, "text": "unused"},
+        {"messages": [USER, {**CALL, "tool_calls": [call]}], "tools": None, "text": "unused"},
     ]
     batches = [SimpleNamespace(to_pylist=lambda: rows)]
     parquet = SimpleNamespace(
