@@ -117,10 +117,12 @@ class GlobalBatches:
         least = ranks * accumulate
         if smallest < least:
             part = "of the parts (accumulate=) of each rank" if accumulate > 1 else "rank"
+            fix = "use fewer ranks"
+            if self.num_samples >= least:
+                fix = f"give at least {2 * least}, or {fix}"
             raise InputError(
                 f"global_batch_size={self.global_batch_size}: with {self.num_samples} samples, "
-                f"the last batch has {smallest}, but it needs {least}, one for each {part}; "
-                f"give at least {2 * least}, or use fewer ranks"
+                f"the last batch has {smallest}, but it needs {least}, one for each {part}; {fix}"
             )
 
     def epoch(self, epoch: int, first_batch: int = 0, in_order: bool = False) -> Iterator[Part]:

@@ -279,3 +279,6 @@ def test_a_batch_with_empty_pieces_is_refused(train: Train) -> None:
     batches.require_full(2, 2)
     with pytest.raises(InputError, match=r"needs 5, one for each rank; give at least 10"):
         batches.require_full(5, 1)
+    few = GlobalBatches(4, 100, 0, 0, 5)
+    with pytest.raises(InputError, match=r"needs 5, one for each rank; use fewer ranks$"):
+        few.require_full(5, 1)
