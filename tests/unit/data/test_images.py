@@ -458,7 +458,7 @@ def test_stage_dir_takes_variables(
     ):
         images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NO_SUCH_DISK/x"))
     with pytest.raises(
-        InputError, match=r"^node1: stage_dir= requires a packed copy .*no index\.json.*prepare im"
+        InputError, match=r"^node1: stage_dir= requires a packed copy .*no index\.json.* source=/"
     ):
         images.open_sets(fake_run(told), **keys(data_dir=folder, stage_dir="$NODE_DISK"))
     monkeypatch.setenv("RECIPES_DATA", str(folder))

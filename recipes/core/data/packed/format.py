@@ -8,6 +8,7 @@ SPLIT-NNNNN.bin     shards: the samples' JPEGs, one after another
 
 import hashlib
 import json
+import shlex
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def read_index(folder: Path) -> PackedCopy:
         index = DataFile(INDEX, len(content), hashlib.sha256(content).hexdigest())
         return PackedCopy(int(facts["size"]), int(facts["quality"]), classes, splits, index)
     except FileNotFoundError:
-        fix = f"pack one with {again}"
+        command = datasets.prepare_command("imagenet", "…")
+        fix = f"pack one: {command} source={shlex.quote(str(folder))}"
         raise InputError(f"{str(folder)!r} is not a packed copy (no index.json): {fix}") from None
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
