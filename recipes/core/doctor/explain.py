@@ -326,6 +326,5 @@ def _shown(*lines: str) -> list[str]:
 
 def _unreadable(path: Path, error: object) -> InputError:
     why = getattr(error, "strerror", None) or error
-    return InputError(
-        shown(f"{path}: {why}: give a run directory, or a folder or file of logs", LONGEST_LINE)
-    )
+    fix = f"give a run directory, a job ID, {table.LAST}, or a log or a folder of logs"
+    return InputError(shown(f"{path}: {why}: {fix}", LONGEST_LINE))

@@ -108,6 +108,7 @@ def test_a_doctor_that_hangs_ends_after_its_limit() -> None:
     [
         (("explain",), 2, "doctor: explain: a path is missing"),
         (("explain", "LICENSE", "/none/such"), 2, "doctor: /none/such: No such file or directory"),
+        (("explain", "1234_2"), 2, "give a run directory, a job ID, last, or a log"),
         (("look",), 2, "doctor: 'look' is not key=value"),
         (("nodes=3",), 2, "nodes=3: is a job key"),
         (("seconds=19",), 2, "seconds=19.0: must be at least 20"),
