@@ -14,7 +14,8 @@ import pytest
 from recipes import doctor
 from recipes.conf.doctor import Config as DoctorKeys
 from recipes.core.config.run_keys import RunKeys
-from recipes.core.run import efficiency, watchdog
+from recipes.core.doctor import judge
+from recipes.core.run import efficiency, look, watchdog
 from recipes.core.slurm import jobstate
 from tests.faults import table
 from tests.gpu import checks
@@ -142,6 +143,8 @@ FIGURES = [
         "docs/doctor.md",
         f"`seconds=` (default {DoctorKeys().seconds:.0f}); it ends at most {doctor.OVER_S:.0f} s",
     ),
+    ("docs/doctor.md", f"is below {judge.SLOW:.0%} of it".replace("%", " %")),
+    ("docs/administrators.md", f"lists one folder there every {look.POLL_S:g} s"),
     (
         "docs/watching.md",
         f"for data for at least {efficiency.WAITS:.0%} of a step".replace("%", " %"),
