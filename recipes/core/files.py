@@ -64,7 +64,8 @@ def write_whole(
             temporary.unlink()
         # torch's archive writer raises RuntimeError in place of the OSError
         cause = error.__context__
-        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
+        is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, MachineError)
+        if is_of_torch and isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         is_missing = isinstance(error, FileNotFoundError)
         if is_missing and staging and not staging.exists() and path.parent.exists():
