@@ -29,6 +29,7 @@ from recipes.core.place import processes
 
 SHARD_BYTES = 1 << 27  # of source; a larger file is one group
 LONGEST_LINE = 1 << 26  # bytes
+ROWS_AT_ONCE = 1000  # of a .parquet; pyarrow's default is 65,536
 Say = Callable[[str], None]
 Record = dict[str, Any]
 # Writes the content of some files as a shard, and returns what its record says about it.
@@ -101,7 +102,8 @@ class Rows:
         if self.kind == ".parquet":
             from pyarrow import parquet
 
-            for batch in parquet.ParquetFile(self.file).iter_batches(columns=self.columns):
+            table = parquet.ParquetFile(self.file, pre_buffer=False)  # not the whole file at once
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=self.columns):
                 for row in batch.to_pylist():
                     self.number += 1
                     yield row

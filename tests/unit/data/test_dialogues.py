@@ -502,7 +502,9 @@ def test_rows_of_a_table(
     ]
     batches = [SimpleNamespace(to_pylist=lambda: rows)]
     parquet = SimpleNamespace(
-        ParquetFile=lambda file: SimpleNamespace(iter_batches=lambda columns: batches)
+        ParquetFile=lambda file, pre_buffer: SimpleNamespace(
+            iter_batches=lambda rows, columns: batches
+        )
     )
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
     put_rows(tmp_path / "source/a.parquet")

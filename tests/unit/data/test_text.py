@@ -62,7 +62,9 @@ def of_parquet(monkeypatch: pytest.MonkeyPatch, *values: object) -> None:
     """pyarrow, whose files have these values in the column text."""
     batches = [SimpleNamespace(to_pylist=lambda: [{"text": value} for value in values])]
     parquet = SimpleNamespace(
-        ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda columns: batches)
+        ParquetFile=lambda path, pre_buffer: SimpleNamespace(
+            iter_batches=lambda rows, columns: batches
+        )
     )
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
 
