@@ -76,8 +76,8 @@ def examine_nodes(
 
 
 def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
-    """Runs the doctor with one task on each node, with the keys of the run that concern nodes."""
-    command = client.on_each_node(environ, nodes, spec.step)
+    """Runs the doctor on each node, with the keys of the run that concern nodes."""
+    command = client.with_all_gpus(environ, nodes, spec.step)
     settings = spec.settings
     command += spec.inside or [sys.executable]
     command += ["-u", "-m", "recipes.doctor", "report", f"run_dir={run_dir}"]

@@ -328,34 +328,36 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def on_each_node(
-    environ: Environ, nodes: Sequence[str] = (), options: Sequence[str] = ()
-) -> list[str]:
-    """The beginning of a command that starts one task on each node of the job, with all GPUs of the
-    node and in the folder of the code. The command of the task follows. nodes: only these; () for
-    all. options: further ones of srun.
+def on_each_node(environ: Environ) -> list[str]:
+    """The beginning of a command that starts one task on each node of the job, in the folder of the
+    code. The command of the task follows.
+    """
+    count = environment.num_nodes(environ)
+    return _step(environ, count, [f"--ntasks={count}", "--ntasks-per-node=1"])
+
+
+def with_all_gpus(environ: Environ, nodes: Sequence[str], options: Sequence[str]) -> list[str]:
+    """As `on_each_node`, with all GPUs of each node. If the job has requested them per task, the
+    node has a task for each, of which the command must end all but the first one. nodes: only
+    these; () for all. options: further ones of srun.
     """
     count = len(nodes) or environment.num_nodes(environ)
-    command = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    size = [f"--ntasks={count}", "--ntasks-per-node=1"]
+    if own(environ).gpus_per_task:
+        # Fewer tasks have only their own GPUs. With --gpus= and --overlap, the first nodes have one
+        # GPU each, and after the loss of a node, srun refuses the GPUs of all (seen with 22.05).
+        size = [f"--ntasks={environment.count_tasks(environ, nodes)}", "--gpu-bind=none"]
+        size.append("--wait=0")  # the first tasks end much later
     if nodes:
-        command += [f"--nodelist={','.join(nodes)}", "--overlap"]
-    command += ["--export=ALL", "--wait=60", "--mem=0"]
+        size += [f"--nodelist={','.join(nodes)}", "--overlap"]
+    return _step(environ, count, [*size, *options])
+
+
+def _step(environ: Environ, nodes: int, options: Sequence[str]) -> list[str]:
+    command = ["srun", f"--nodes={nodes}", "--export=ALL", "--wait=60", "--mem=0"]
     command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
-    gpus = own(environ).all_gpus
-    if gpus:
-        share = environment.share_of_tasks(environ, nodes) if nodes else 1.0
-        command.append(f"--gpus={_scaled(gpus, share)}")
     # on a node that does not see the folder, srun alone would start the task in /tmp
     return [*command, *options, "env", "-C", str(ROOT)]
-
-
-def _scaled(gpus: str, share: float) -> str:
-    """A part of the GPUs in a value of ``--gpus``, such as 8 or a100:8."""
-    kinds = []
-    for request in gpus.split(","):
-        kind, colon, count = request.rpartition(":")
-        kinds.append(f"{kind}{colon}{round(int(count) * share)}")
-    return ",".join(kinds)
 
 
 def broadcast(source: Path, target: Path) -> None:

@@ -139,11 +139,11 @@ def tasks_per_node(environ: Environ) -> int | None:
     return different.pop() if len(different) == 1 else None
 
 
-def share_of_tasks(environ: Environ, nodes: Sequence[str]) -> float:
-    """The share of the tasks of the job that some of its nodes have. Raises ConfigError."""
+def count_tasks(environ: Environ, nodes: Sequence[str]) -> int:
+    """The number of tasks of the job on some of its nodes; on all with (). Raises ConfigError."""
     counts = hostlist.expand_counts(environ["SLURM_TASKS_PER_NODE"])
     of_nodes = zip(nodes_of_job(environ), counts, strict=True)
-    return sum(count for name, count in of_nodes if name in nodes) / sum(counts)
+    return sum(count for name, count in of_nodes if name in nodes or not nodes)
 
 
 def nodes_of_job(environ: Environ) -> list[str]:

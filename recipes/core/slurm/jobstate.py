@@ -1,7 +1,6 @@
 """What Slurm says about a job: its state, what follows, and what its reason means."""
 
 import contextlib
-import math
 import re
 import time
 from collections import defaultdict
@@ -76,9 +75,8 @@ class Job:
     when it started or is expected to start, as YYYY-MM-DDTHH:MM:SS; "" if unknown. submitted: when
     it came into the queue last, as time.time(); None if unknown. limit_s: its time limit; inf means
     no limit, None means unknown. run_s: how long it has run. log, error_log: the files of its
-    output; "" if unknown. number: its own number, also for an array task. all_gpus: the value of
-    ``--gpus`` that gives a step all GPUs of a job that requested them per task; "" for any other
-    job. options: the options of sbatch that describe its size, time
+    output; "" if unknown. number: its own number, also for an array task. gpus_per_task: whether it
+    has requested its GPUs per task. options: the options of sbatch that describe its size, time
     and nodes, by their long names without dashes, as far as they are set.
     """
 
@@ -94,7 +92,7 @@ class Job:
     log: str = ""
     error_log: str = ""
     number: str = ""
-    all_gpus: str = ""
+    gpus_per_task: bool = False
     is_array: bool = False
     has_script: bool = True  # False for a job of salloc
     is_preempted: bool = False
@@ -217,7 +215,8 @@ def _job(block: str) -> Job:
         log=fields["StdOut"],
         error_log=fields["StdErr"],
         number=fields["JobId"],
-        all_gpus=_all_gpus(fields),
+        gpus_per_task=bool(_gpus(fields["TresPerTask"]))
+        or re.match("[1-9]", fields["NtasksPerTRES"]) is not None,
         is_array=bool(array),
         has_script=fields["BatchFlag"] != "0",
         is_preempted=fields.get("PreemptTime", "None") != "None",
@@ -247,24 +246,6 @@ def _options(fields: defaultdict[str, str]) -> dict[str, str]:
     }
     unset = ("", "(null)", "N/A")
     return {name: value for name, value in options.items() if value not in unset}
-
-
-def _all_gpus(fields: defaultdict[str, str]) -> str:
-    """`Job.all_gpus`. Without this option, a step with fewer tasks than the job gets only the GPUs
-    of those tasks (seen with Slurm 22.05, 24.11 and 26.05).
-    """
-    tasks = fields["NumTasks"]
-    if not tasks.isdecimal():
-        return ""
-    gpus = []
-    for request in _gpus(fields["TresPerTask"]).split(","):
-        kind, colon, count = request.rpartition(":")
-        if count.isdecimal():
-            gpus.append(f"{kind}{colon}{int(count) * int(tasks)}")
-    tasks_per_gpu = fields["NtasksPerTRES"]
-    if not gpus and tasks_per_gpu.isdecimal() and int(tasks_per_gpu):
-        return str(math.ceil(int(tasks) / int(tasks_per_gpu)))
-    return ",".join(gpus)
 
 
 def moment(text: str) -> float | None:

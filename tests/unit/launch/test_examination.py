@@ -63,6 +63,8 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
         **os.environ,
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[2-3]",
+        "SLURM_TASKS_PER_NODE": "3,1",
         "SLURM_CPUS_PER_TASK": "5",
         "SLURM_NTASKS": "4",
     }
@@ -177,15 +179,10 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
         "network=ethernet",
         "data_dir=/d",
     ]
-    size = {
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=5",
-        "--mem=0",
-        "--gpus=4",
-    }
-    assert {*size, "--export=ALL", "--wait=60", "recipes.doctor"} <= set(call)
+    size = {"--nodes=2", "--ntasks=4", "--cpus-per-task=5", "--mem=0", "--gpu-bind=none"}
+    assert {*size, "--export=ALL", "recipes.doctor"} <= set(call)
+    assert "--ntasks-per-node=1" not in call
+    assert call.index("--wait=60") < call.index("--wait=0")
     of_run = [f"run_dir={script_job.run_dir}"]
     image = helpers.in_job("mnist", of_run, step=("--x",), inside=("run", "docker://x"))
     script_job.examine(**image)
@@ -193,8 +190,10 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
     at = call.index("env")
     assert call[at - 1] == "--x"  # an option of srun, and not of env
     assert call[at + 3 : at + 5] == ["run", "docker://x"]
-    assert "--gpus=4" in call[:at]
     assert "--nv" not in call
+    stubs.add("scontrol", "echo JobId=7 NumTasks=4 TresPerNode=gres/gpu:4")
+    script_job.examine()
+    assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(stubs.calls("srun")[-1])
 
 
 def test_the_nodes_of_a_restart_are_examined_without_the_others(
@@ -204,12 +203,10 @@ def test_the_nodes_of_a_restart_are_examined_without_the_others(
     monkeypatch.setattr(examination, "JUDGE", ("judge",))
     spec = specs.of_job(script_job.environ)
     folder = script_job.run_dir / "doctor"
-    of_job = {"SLURM_JOB_NODELIST": "n[2-5]", "SLURM_TASKS_PER_NODE": "1,2,1(x2)"}
-    stubs.add("scontrol", "echo JobId=7 NumTasks=5 TresPerTask=cpu=5,gres/gpu:a100=2")
+    of_job = {"SLURM_JOB_NODELIST": "n[2-5]", "SLURM_TASKS_PER_NODE": "1,2,3,1"}
     examination.examine_nodes(spec, folder, ["n2", "n4", "n5"], script_job.environ | of_job)
     [call] = stubs.calls("srun")
-    assert {"--nodes=3", "--ntasks=3", "--nodelist=n2,n4,n5", "--overlap"} <= set(call)
-    assert "--gpus=a100:6" in call  # srun refuses the ten of the job
+    assert {"--nodes=3", "--ntasks=5", "--nodelist=n2,n4,n5", "--overlap"} <= set(call)
     assert "bandwidth=false" in call
     assert (stubs.folder / "judged").read_text() == "n2,n4,n5\n"
 

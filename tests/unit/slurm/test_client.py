@@ -287,18 +287,16 @@ def test_a_slow_controller_does_not_keep_a_user_waiting(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ("NumTasks=10 TresPerTask=gres:gpu:1", "10"),
-        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu=2", "8"),
-        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", "a100:4"),
-        ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", "3"),
-        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=2", "2"),
-        ("NumTasks=4 TresPerTask=cpu=2 TresPerNode=gres/gpu:2", ""),
-        ("", ""),
+        ("NumTasks=10 TresPerTask=gres:gpu:1", True),
+        ("NumTasks=4 TresPerTask=cpu=2,gres/gpu:a100=1", True),
+        ("NumTasks=5 TresPerTask=cpu=2 NtasksPerTRES=2", True),
+        ("NumTasks=4 TresPerTask=cpu=2 NtasksPerTRES=0 TresPerNode=gres/gpu:2", False),
+        ("", False),
     ],
 )
-def test_a_step_requests_all_gpus_that_were_requested_per_task(fields: str, expected: str) -> None:
+def test_a_job_has_gpus_per_task_or_tasks_per_gpu(fields: str, expected: bool) -> None:
     (job,) = jobstate.parse(f"JobId=7 {fields}")
-    assert job.all_gpus == expected
+    assert job.gpus_per_task == expected
 
 
 def test_the_limit_of_a_call_counts_all_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
