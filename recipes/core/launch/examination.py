@@ -71,12 +71,13 @@ def examine_nodes(
     shutil.rmtree(folder / "reports", ignore_errors=True)
     _run_doctor(spec, folder, nodes, environ)
     of_nodes = environment.with_nodes(environ, nodes) if nodes else environ
-    subprocess.run([*JUDGE, f"run_dir={folder}"], cwd=ROOT, env=of_nodes)
+    command = [*JUDGE, f"run_dir={folder}", f"umask={spec.settings.run.umask}"]
+    subprocess.run(command, cwd=ROOT, env=of_nodes)
     return files.read_json(folder / "doctor.json")
 
 
 def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: Environ) -> None:
-    """Runs the doctor on each node, with the keys of the run that concern nodes."""
+    """Runs the doctor on each node, with the keys of the run that concern nodes and its files."""
     command = client.with_all_gpus(environ, nodes, spec.step)
     settings = spec.settings
     command += spec.inside or [sys.executable]
@@ -85,6 +86,7 @@ def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: 
         "device": settings.run.device.name,
         "network": settings.run.network,
         "data_dir": getattr(settings.config, "data_dir", ""),
+        "umask": settings.run.umask,
         "bandwidth": "false" if nodes else "",
     }
     command += [f"{name}={value}" for name, value in keys.items() if value]

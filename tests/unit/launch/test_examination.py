@@ -71,7 +71,14 @@ def script_job(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) ->
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "job.sh").write_text(SCRIPT.format("#SBATCH --dependency=afterok:3\n"))
-    words = ["epochs=3", f"run_dir={run_dir}", "device=cpu", "network=ethernet", "data_dir=/d"]
+    words = [
+        "epochs=3",
+        f"run_dir={run_dir}",
+        "device=cpu",
+        "network=ethernet",
+        "data_dir=/d",
+        "umask=027",
+    ]
     return ScriptJob(run_dir, environ | helpers.in_job("mnist", words))
 
 
@@ -173,11 +180,12 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
 ) -> None:
     script_job.examine()
     [call] = stubs.calls("srun")
-    assert call[-4:] == [
+    assert call[-5:] == [
         f"run_dir={script_job.run_dir}/doctor",
         "device=cpu",
         "network=ethernet",
         "data_dir=/d",
+        "umask=027",
     ]
     size = {"--nodes=2", "--ntasks=4", "--cpus-per-task=5", "--mem=0", "--gpu-bind=none"}
     assert {*size, "--export=ALL", "recipes.doctor"} <= set(call)
@@ -199,7 +207,7 @@ def test_the_doctor_gets_all_gpus_and_the_keys_of_the_run(
 def test_the_nodes_of_a_restart_are_examined_without_the_others(
     script_job: ScriptJob, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stubs.add("judge", "echo $SLURM_JOB_NODELIST >> $NOTES/judged")
+    stubs.add("judge", "echo $SLURM_JOB_NODELIST $2 >> $NOTES/judged")
     monkeypatch.setattr(examination, "JUDGE", ("judge",))
     spec = specs.of_job(script_job.environ)
     folder = script_job.run_dir / "doctor"
@@ -208,7 +216,7 @@ def test_the_nodes_of_a_restart_are_examined_without_the_others(
     [call] = stubs.calls("srun")
     assert {"--nodes=3", "--ntasks=5", "--nodelist=n2,n4,n5", "--overlap"} <= set(call)
     assert "bandwidth=false" in call
-    assert (stubs.folder / "judged").read_text() == "n2,n4,n5\n"
+    assert (stubs.folder / "judged").read_text() == "n2,n4,n5 umask=027\n"
 
 
 def test_no_training_without_a_verdict(
