@@ -65,10 +65,6 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_from_there(tmp_path: P
     assert resumed(back[1], "max_steps=4") == 4
     assert checkpoint.named(folder, "latest") == "step-00000004.pt"
     assert resumed(back[0], "max_steps=5", **again) == 4  # the same job, which has begun at 4
-    restart = attempts.open_next(tmp_path / "run", "mnist", {})
-    files.write_json(restart.folder / attempts.RESTART, {})
-    of_parent = {attempts.VARIABLE: str(restart.folder)}
-    assert resumed(back[0], "max_steps=5", **of_parent) == 5  # restarts= in the same job
 
     def change(name: str, **facts: object) -> None:
         """Changes what the newest attempt has left."""
