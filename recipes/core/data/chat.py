@@ -64,11 +64,11 @@ def open_tokenizer(model: str) -> Any:
     """The tokenizer of ``model``, as for `hub.opened`; no code of it is executed. Raises
     InputError, MachineError.
     """
-    transformers = errors.require("transformers", "llm", f"model={model}: ")
+    library = hub.transformers()
     fix = "give the folder of a Hugging Face model that has tokenizer.json"
     with hub.opened(model) as folder:
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer = library.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
             if not tokenizer.is_fast:

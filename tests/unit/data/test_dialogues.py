@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -61,6 +62,14 @@ def test_a_chat_template_has_no_path_as_its_name(tmp_path: Path, model: Path) ->
             assert chat.open_tokenizer(str(folder)).chat_template[name] == "y"
     with pytest.raises(InputError, match="has the name /home/me/chat_template: give it"):
         chat.open_tokenizer(str(folder))
+
+
+def test_opening_a_tokenizer_prints_no_warning(model: Path) -> None:
+    """As transformers has of each model whose code it does not have."""
+    logging = importlib.import_module("transformers").logging
+    logging.set_verbosity_warning()
+    chat.open_tokenizer(str(model))
+    assert logging.get_verbosity() == logging.ERROR
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
