@@ -30,6 +30,7 @@ class Config(TrainKeys):
     allow_code: str = key(
         "",
         "digest of the Python files in the model's folder: allows a job to execute them",
+        may_change=True,
         not_inherited=True,
     )
     train: str = key(

@@ -545,6 +545,15 @@ def test_keys_that_would_change_the_result_are_refused_on_a_resume(
     command_line.parse(words, recipe="mnist", to_start=False)
 
 
+def test_a_resumed_run_may_execute_the_code_of_its_model_if_that_is_allowed_again(
+    tmp_path: Path,
+) -> None:
+    run = a_run(tmp_path / "run", 5, recipe="llm", allow_code="0123")
+    resumed = parse("recipe=llm", f"run_dir={run}", "allow_code=0123")
+    assert resumed.config.allow_code == "0123"
+    assert parse("recipe=llm", f"run_dir={run}").config.allow_code == ""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
