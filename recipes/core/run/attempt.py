@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from recipes.core import files, trust
 from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
@@ -223,13 +223,6 @@ def begin(
     attempt has begun. Raises OSError.
     """
     check_owner(attempt)
-    for earlier in every(attempt.run_dir):
-        if earlier.number < attempt.number:
-            _remove(earlier.staging)
-    metrics = attempt.run_dir / "metrics.jsonl"
-    if os.path.lexists(metrics):
-        with open(metrics, "rb", opener=files.without_links) as old:
-            files.write_whole(metrics, lambda new: shutil.copyfileobj(old, new))
     if not of_program:
         attempt.staging.mkdir(parents=True, exist_ok=True)
     try:
@@ -243,6 +236,23 @@ def begin(
             f"{attempt.folder}: another Slurm step of this job has begun this attempt: "
             "wait until it ends"
         ) from None
+    for earlier in every(attempt.run_dir):
+        if earlier.number < attempt.number:
+            _remove(earlier.staging)
+    metrics = attempt.run_dir / "metrics.jsonl"
+    if os.path.lexists(metrics):
+        with open(metrics, "rb", opener=files.without_links) as old:
+            files.write_whole(metrics, lambda new: _copy(attempt, old, new))
+
+
+def _copy(attempt: Attempt, old: IO[bytes], new: IO[bytes]) -> None:
+    """Copies the rows of earlier attempts. Raises MachineError if a later one has begun meanwhile:
+    the copy would replace its rows.
+    """
+    shutil.copyfileobj(old, new)
+    new.flush()
+    os.fsync(new.fileno())  # which may take long
+    check_owner(attempt)
 
 
 def _remove(folder: Path) -> None:

@@ -2,6 +2,7 @@
 longer change.
 """
 
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -86,8 +87,12 @@ def test_of_a_program_the_hosts_of_running_ranks_are_known(tmp_path: Path) -> No
 
 def test_two_steps_cannot_begin_the_same_attempt(tmp_path: Path) -> None:
     attempt = helpers.attempt(tmp_path)
+    rows = metrics.Rows(tmp_path / "metrics.jsonl")
     with pytest.raises(MachineError, match="another Slurm step of this job has begun this attempt"):
         attempts.begin(attempt, 0, own=False)
+    rows.add({"step": 1})
+    rows.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> None:
@@ -194,6 +199,29 @@ def test_rows_of_an_attempt_do_not_reach_the_file_of_its_successor(tmp_path: Pat
     helpers.attempt(tmp_path, step=1)
     rows.add({"step": 2})  # the first attempt continues
     rows.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_start_that_stalls_does_not_replace_the_rows_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node may lose its network, and get it back when the job runs on other nodes."""
+    stalled = helpers.attempt(tmp_path, step=None)
+    (tmp_path / "metrics.jsonl").touch()
+    copy = shutil.copyfileobj
+    opened: list[metrics.Rows] = []
+
+    def stall(*of_copy: Any) -> None:
+        copy(*of_copy)
+        monkeypatch.setattr(shutil, "copyfileobj", copy)
+        helpers.attempt(tmp_path)
+        opened.append(metrics.Rows(tmp_path / "metrics.jsonl"))
+
+    monkeypatch.setattr(shutil, "copyfileobj", stall)
+    with pytest.raises(MachineError, match="a later attempt"):
+        attempts.begin(stalled, 0, own=False)
+    opened[0].add({"step": 1})
+    opened[0].close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
