@@ -265,6 +265,8 @@ class Causal:
         """
         inputs = self._inputs(messages).to(self.net.device)
         asked = inputs["input_ids"].shape[1]
+        if not asked:
+            raise InputError("prompt: is empty: give a text")
         left = positions_of(self.net, asked + max_tokens) - asked
         if left < 1:
             raise InputError(f"prompt: has {asked} tokens, too many for the model: shorten it")

@@ -353,6 +353,8 @@ def test_a_prompt_is_made_of_tokens_as_in_the_training(run_dir: Path) -> None:
     model.tokenizer.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(InputError, match=r"the chat template fails \(.*no system\): correct the"):
         model.answer(asked, 1)
+    with pytest.raises(InputError, match="prompt: is empty: give a text"):
+        plain.answer([{"role": "user", "content": ""}], 1)
     with pytest.raises(InputError, match="prompt: has 3000 tokens, too many for the model"):
         plain.answer([{"role": "user", "content": "Q" * 3000}], 1)
 
