@@ -190,23 +190,26 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
     theirs, is_evaluation, number, was_done = world.from_rank_0(
         "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
     )
-    # without an ID, the name contains the time at which rank 0 began
-    name = run_id or Path(theirs).name
-    mine = choose(name)
-    is_valid = directory.BY_TIME.fullmatch(name) and str(mine) == theirs
-    if not (start.settings.run.run_dir or run_id or is_valid):
-        places = f"run_dir={mine} here, run_dir={shown(theirs)} on rank 0"
-        raise InputError(f"{places}: give the same run_dir= on all machines")
-    path = mine / directory.EVALUATION if is_evaluation else mine
 
-    def make_logs(tell: Callable[[object], None] = lambda progress: None) -> None:
+    def enter(tell: Callable[[object], None]) -> Path:
+        # without an ID, the name contains the time at which rank 0 began
+        name = run_id or Path(theirs).name
+        mine = choose(name)
+        is_valid = directory.BY_TIME.fullmatch(name) and str(mine) == theirs
+        if not (start.settings.run.run_dir or run_id or is_valid):
+            places = f"run_dir={mine} here, run_dir={shown(theirs)} on rank 0"
+            raise InputError(f"{places}: give the same run_dir= on all machines")
+        path = mine / directory.EVALUATION if is_evaluation else mine
+        log = path / "logs" / f"rank{world.rank}.log"
         with files.writing_to(path, "run_dir"):
-            trust.own_folder(path / "logs", is_listed=False)
+            trust.own_folder(log.parent, is_listed=False)
+            open(log, "ab", opener=files.without_links).close()  # a disk may be mounted read-only
+        return path
 
-    if start.ranks.num_nodes > 1:  # the folder of rank 0 may not exist there
-        world.together("logs", make_logs)
-    else:
-        make_logs()
+    if start.ranks.num_nodes == 1:
+        path = enter(lambda progress: None)
+    else:  # another node may not have the folder in which rank 0 has made it
+        path = world.together("run directory", enter)
     return attempts.Attempt(path, int(number)), was_done
 
 

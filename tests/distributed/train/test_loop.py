@@ -847,23 +847,30 @@ def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path)
         check(2, "unseen")
 
 
-def test_a_node_that_cannot_write_to_the_run_directory_ends_the_run() -> None:
+@pytest.mark.parametrize("problem", ["No such file or directory", "Is a directory"])
+def test_a_node_that_cannot_write_to_the_run_directory_ends_the_run(
+    tmp_path: Path, problem: str
+) -> None:
     """All ranks know the reason: `World.together` raises its error on each of them."""
     names: list[str] = []
+    run_dir = "/proc/run"
+    if problem == "Is a directory":
+        run_dir = str(tmp_path)
+        (tmp_path / "logs/rank1.log").mkdir(parents=True)
 
-    def together(name: str, work: Any) -> None:
+    def together(name: str, work: Any) -> Any:
         names.append(name)
-        work(lambda progress: None)
+        return work(lambda progress: None)
 
-    settings = SimpleNamespace(run=SimpleNamespace(run_dir="/proc/run"), recipe="toy")
+    settings = SimpleNamespace(run=SimpleNamespace(run_dir=run_dir), recipe="toy")
     ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=2)
-    sent = ["/proc/run", False, 0, False]
+    sent = [run_dir, False, 0, False]
     world: Any = SimpleNamespace(rank=1, from_rank_0=lambda name, work: sent, together=together)
     start: Any = SimpleNamespace(settings=settings, ranks=ranks)
-    line = r"^run_dir='/proc/run': cannot be written \(No such file or directory\): give another"
+    line = rf"^run_dir='{run_dir}': cannot be written \({problem}\): give another"
     with pytest.raises(errors.MachineError, match=line):
         session.open_run_dir(start, world)
-    assert names == ["logs"]
+    assert names == ["run directory"]
 
 
 FULL = """

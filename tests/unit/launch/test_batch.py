@@ -406,8 +406,9 @@ def test_the_first_start_of_a_program_is_requeued_without_a_look_at_its_files(
 ) -> None:
     """On a slow file system, that takes longer than Slurm waits before it kills the job script."""
     stub_scontrol(stubs)
-    attempt = stopped_program(tmp_path)
-    saves.note(attempt, "")
+    stopped_program(tmp_path)
+    for attempt in attempts.every(tmp_path):
+        saves.note(attempt, "")
     monkeypatch.setattr(saves, "digest", lambda *words: pytest.fail("read the files"))
     assert finish(tmp_path) == 75
     assert next_of(tmp_path) == "requeued"
