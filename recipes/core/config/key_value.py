@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files, trust
+from recipes.core.config import declare
+from recipes.core.config.job_keys import JobKeys
+from recipes.core.config.run_keys import RunKeys
 from recipes.core.errors import ConfigError, MachineError, shown
 
 # A config= file is often another user's, and holds keys of an experiment.
@@ -26,21 +29,19 @@ NOT_IN_FILE = {
     "extra",
     "cluster",
 }
-# It may be another user's, who does not decide which files are written or deleted, who learns of
-# the run, when it starts and who pays for it.
-ONLY_IN_OWN_FILE = {
-    "run_dir",
-    "force",
-    "umask",
-    "keep_checkpoints",
-    "keep_every_steps",
-    "keep_best",
-    "stage_dir",
-    "mail",
-    "account",
-    "dependency",
-    "forget",
+# It may be another user's, who decides the experiment and its size, and nothing else of a job or a
+# run: not which files are written or deleted, which machine the ranks connect to, or who pays.
+OF_ANY_FILE = {
+    "nodes",
+    "gpus_per_node",
+    "gpu_type",
+    "ranks_per_node",
+    "cpus_per_rank",
+    "time",
+    "device",
+    "variant",
 }
+ONLY_IN_OWN_FILE = (declare.names_of(JobKeys, RunKeys) - OF_ANY_FILE) | {"stage_dir"}
 MAX_YAML = 1 << 16  # bytes of a file of keys; a larger one could take many seconds to read
 
 Words = dict[str, str]  # values by name, as text

@@ -33,7 +33,9 @@ PRUNED = {"checkpoints", "node_modules", "__pycache__", directory.EVALUATION}
 ATTEMPT = "\f"  # the writer of a log begins each attempt with it
 # The source code in a traceback, which may contain a text that nothing has printed. srun -l and
 # torchrun put the rank before each line.
-_SOURCE = re.compile(r'^(.{0,100})(  File "[^"\n]+", line \d+.*\n)(?:\1    .*\n)+', re.MULTILINE)
+_SOURCE = re.compile(
+    r'^(.{0,100})(  File "[^"\n]+", line \d{1,9}\b.*\n)(?:\1    .*\n)+', re.MULTILINE
+)
 _OF_RANK = re.compile(r"logs/rank(\d+)\.log")
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 

@@ -174,12 +174,12 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
     for word in words or [str(every)]:
         if word == table.LAST:
             named = table.last(every)
+        elif word.replace("_", "").isdecimal():  # also if another user has made a folder 1234
+            named = table.of_job(every, word)
         elif word and os.path.isdir(word):
             # another user's link could lead to any run of this user
             folder = trust.resolved(Path(word), to_same_owner=True)
             named = table.find([folder], may_be_empty=True)
-        elif word.replace("_", "").isdecimal():
-            named = table.of_job(every, word)
         else:
             named = []
         if not named:

@@ -19,6 +19,7 @@ BOTTOM = 208
 # of a figure, and of each series if there are many
 MOST_POINTS = 2400
 FEWEST_POINTS = 100
+LEAST = 1e-300  # length of an axis; floating-point numbers cannot divide a shorter one
 DOTS = 25  # a series of at most this number of points has a dot for each
 LABEL_PX = 16  # between the labels of two marks
 
@@ -95,7 +96,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis. They differ, even if the values do not."""
     low = min(values)
     high = max(values)
-    if high - low > 1e-9 * max(abs(low), abs(high)):
+    if high - low > max(LEAST, 1e-9 * max(abs(low), abs(high))):
         return low, high
     pad = abs(low) * 0.1
     return (low - pad, high + pad) if pad else (0.0, 1.0)

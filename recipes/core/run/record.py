@@ -24,6 +24,7 @@ MAX_YAML = 1 << 20  # bytes of a config.yaml
 # what is read of a run; others may have links beside it
 READ = ("*.json*", "*.yaml", "attempts", "attempts/*", "attempts/*/*", "attempts/*/*/*")
 LONGEST_NAME = 500  # bytes of a file that names a checkpoint
+LONGEST_S = 1e10  # of a duration as text: a file may hold any number
 NEWEST = 1000  # rows that are read of a run that may have many more
 
 
@@ -237,4 +238,4 @@ def read(folder: Path) -> Record:
 
 def ago(seconds: float) -> str:
     """A duration as text, for example 0:10:00."""
-    return str(timedelta(seconds=round(max(0.0, seconds))))
+    return str(timedelta(seconds=round(min(max(0.0, seconds), LONGEST_S))))

@@ -68,9 +68,8 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> key_value.Words:
     left_out |= {name for name in declare.declared("path", recipe_class) if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         left_out.add("network")
-    # another user does not decide who reads this one's files
     if run_dir.stat().st_uid != os.geteuid():
-        left_out.add("umask")
+        left_out |= key_value.ONLY_IN_OWN_FILE
     return {name: value for name, value in words.items() if name not in left_out}
 
 

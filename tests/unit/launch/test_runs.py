@@ -266,8 +266,12 @@ def test_a_run_is_found_by_its_folder_job_or_as_the_last(
     assert [path.name for path in runs.find([word], root)] == expected
 
 
-def test_a_run_with_its_own_run_dir_is_found_by_its_job(root: Path) -> None:
+def test_a_run_with_its_own_run_dir_is_found_by_its_job(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (root / "runs/mnist/12").rename(root / "runs/mnist/mine")
+    (tmp_path / "shared/12/attempts").mkdir(parents=True)  # another user may have made it
+    monkeypatch.chdir(tmp_path / "shared")
     assert [path.name for path in runs.find(["12"], root)] == ["mine"]
     assert [path.name for path in runs.find(["12", "11"], root)] == ["mine", "11"]
     with pytest.raises(InputError, match="98: no run was found"):

@@ -315,11 +315,12 @@ def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
 
 
 @as_root
-def test_the_umask_of_another_users_run_is_not_inherited(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("umask: '027'\n")
-    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {"umask": "027"}
+def test_only_the_experiment_of_another_users_run_is_inherited(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("umask: '027'\nkeep_checkpoints: 1\nlr: 0.3\n")
+    every = {"umask": "027", "keep_checkpoints": "1", "lr": "0.3"}
+    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == every
     os.chown(tmp_path, STRANGER, STRANGER)
-    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {}
+    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {"lr": "0.3"}
 
 
 @pytest.mark.parametrize(
@@ -509,6 +510,9 @@ def test_keys_are_not_read_through_a_link(tmp_path: Path) -> None:
         "sweep.force: true",
         "keep_best: false",
         "account: x",
+        "launcher: local",
+        "master: host:29500",
+        "max_requeues: 1000",
         "dependency: afterok:1",
         "keep_checkpoints: 1",
         "keep_every_steps: 5",

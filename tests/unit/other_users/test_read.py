@@ -226,7 +226,7 @@ def test_a_run_that_cannot_be_read_is_no_success(
     run_dir = tmp_path / "runs/b"
     opened = directory.marked(run_dir, {"process": "x", "recipe": "toy"})
     files.write_json(run_dir / "attempts/0000/opened.json", opened)
-    (run_dir / "status.json").write_text('{"state": "running", "step": 1, "updated": -1e300}')
+    (run_dir / "status.json").write_text('{"state": "running", "step": 1, "updated": []}')
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
         run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path, {})
 
@@ -329,3 +329,15 @@ def test_a_folder_that_cannot_be_read_is_named_without_control_characters(
     said = capsys.readouterr().err
     assert "cannot be read (Permission denied): skipped" in said
     assert "\x1b" not in said
+
+
+def test_a_line_number_of_a_million_digits_costs_little(tmp_path: Path) -> None:
+    """To search all its parts would take hours for a log of some megabytes."""
+    log = tmp_path / "rank0.log"
+    log.write_text('  File "x", line ' + "1" * 1_000_000 + "\n    code\nCUDA out of memory\n")
+    assert any("out of memory" in line for line in explain.of_logs(log))
+
+
+def test_a_duration_from_a_file_has_a_limit() -> None:
+    """Otherwise one run of another user would stop the table of all runs."""
+    assert record.ago(9e14) == record.ago(1e10)

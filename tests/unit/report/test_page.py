@@ -350,6 +350,7 @@ def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
         (1e15, 2e15),
         (0, 1e100),
         (-1e-300, 1e-300),
+        (0, 5e-324),
     ],
 )
 def test_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
