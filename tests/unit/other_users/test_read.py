@@ -223,10 +223,8 @@ def test_a_run_that_cannot_be_read_is_no_success(
     monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
     for name in ("a", "b"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
-    run_dir = tmp_path / "runs/b"
-    opened = directory.marked(run_dir, {"process": "x", "recipe": "toy"})
-    files.write_json(run_dir / "attempts/0000/opened.json", opened)
-    (run_dir / "status.json").write_text('{"state": "running", "step": 1, "updated": []}')
+    read = record.read
+    monkeypatch.setattr(record, "read", lambda folder: read(folder / {"a": ""}[folder.name]))
     with pytest.raises(InputError, match=r"runs/b: cannot be read \("):
         run_commands.command([command, f"{tmp_path}/runs/a", f"{tmp_path}/runs/b"], tmp_path, {})
 
