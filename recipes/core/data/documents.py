@@ -76,8 +76,9 @@ def find_groups(
     classfolder.say_left_out(source, others, say)
     if not paths:
         *first, last = endings
+        besides = " besides the files of val=" if without else ""
         fix = "give a folder, a file or a pattern"
-        raise InputError(f"{key}={source!r} has no {', '.join(first)} or {last}: {fix}")
+        raise InputError(f"{key}={source!r} has no {', '.join(first)} or {last}{besides}: {fix}")
 
     groups = defaultdict[int, list[Path]](list)
     end = 0

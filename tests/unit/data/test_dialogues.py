@@ -410,6 +410,9 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
         )
         assert re.search(r"\ntraining: 12 examples, \d+ tokens; .*\nvalidation: 8 examples", out)
     assert f"next: python launch.py recipe=llm model={model} data_dir={tmp_path}/data" in out
+    status, out = run(f"val={tmp_path}/source")
+    assert status == 2
+    assert "has no .jsonl or .parquet besides the files of val=: give a folder" in out
 
 
 def test_the_next_command_has_the_absolute_path_of_a_model(
