@@ -57,7 +57,7 @@ class Text:
         count = (len(self) - 1) // seq_len
         training = count - max(1, min(len(self) // 100, MOST_VALIDATION) // seq_len)
         if training < 1:
-            fix = "give a smaller seq_len="
+            fix = "give a smaller seq_len=, or more text"
             raise InputError(f"seq_len={seq_len}: the text has {len(self)} tokens: {fix}")
         return range(training), range(training, count)
 
