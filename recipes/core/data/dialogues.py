@@ -90,7 +90,7 @@ def open_dialogues(data_dir: str) -> tuple[Examples, Examples]:
     their SHA-256. Raises InputError.
     """
     folder = datasets.find_files(datasets.DIALOGUES, data_dir)[0].parent
-    again = f"run {datasets.DIALOGUES.prepare(folder.parent)} again"
+    again = f"run {datasets.DIALOGUES.prepare(datasets.folder_of(data_dir))} again"
     index = files.read_json(folder / "index.json")
     if not VERSION.items() <= index.items():
         why = "is damaged, or does not describe dialogues"

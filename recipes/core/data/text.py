@@ -99,7 +99,7 @@ def open_text(data_dir: str) -> Text:
     read all of them. Raises InputError.
     """
     folder = datasets.find_files(datasets.TEXT, data_dir)[0].parent
-    again = f"run {datasets.TEXT.prepare(folder.parent)} again"
+    again = f"run {datasets.TEXT.prepare(datasets.folder_of(data_dir))} again"
     index = files.read_json(folder / "index.json")
     shards = []
     try:

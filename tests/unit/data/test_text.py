@@ -365,6 +365,10 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
             InputError, match=r"index\.json' is damaged, or does not describe a text"
         ):
             text.open_text(where)
+    # prepare writes into a folder in data_dir=, which is then found first
+    renamed = folder.rename(folder.with_name("mine"))
+    with pytest.raises(InputError, match=f"data_dir={renamed} source=FOLDER again"):
+        text.open_text(str(renamed))
 
 
 def test_a_dead_worker_leaves_no_complete_text(
