@@ -20,9 +20,9 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/dialogues.py",
-        "documents.find_groups(keys.source, ENDINGS, say, others)",
-        "documents.find_groups(keys.source, ENDINGS, say)",
-        "files of val= that are in source= are also trained on",
+        "os.path.realpath(path) for group in held_out",
+        "str(path) for group in held_out",
+        "files of val= that source= names by another path are also trained on",
         "tests/unit/data/test_dialogues.py::"
         "test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files",
     ),
