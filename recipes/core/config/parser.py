@@ -47,6 +47,20 @@ class Settings:
         """Run and recipe keys with paths made absolute against ``base``. Raises ConfigError."""
         return absolute(words, type(self.config), base)
 
+    def with_absolute_paths(self, base: Path) -> "Settings":
+        """These settings with the typed paths made absolute against ``base``. Raises
+        ConfigError.
+        """
+        typed = self.absolute(self.typed, base)
+        paths = {name: path for name, path in typed.items() if path != self.typed[name]}
+        run, config = (
+            dataclasses.replace(
+                keys, **{name: paths[name] for name in paths if hasattr(keys, name)}
+            )
+            for keys in (self.run, self.config)
+        )
+        return dataclasses.replace(self, typed=typed, run=run, config=config)
+
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for
         none.

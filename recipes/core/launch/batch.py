@@ -14,7 +14,6 @@ python -m recipes.core.launch.batch finish RECIPE STATUS        `finish`: the sa
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import re
@@ -75,9 +74,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)
-    settings = command_line.parse(words, recipe=recipe)
-    settings = dataclasses.replace(settings, typed=settings.absolute(settings.typed, repository))
-    settings = command_line.parse(_words(settings), recipe=recipe)  # with these paths in all fields
+    settings = command_line.parse(words, recipe=recipe).with_absolute_paths(repository)
     umask = int(settings.run.umask, 8)
     os.umask(umask)
     _restrict_log(job, umask)
