@@ -23,6 +23,7 @@ from recipes.core.errors import MachineError
 from recipes.core.files import ROOT
 
 MOST_LINKS = 40  # as the kernel allows in a path
+LIST = "system.posix_acl_"  # the attribute of an access control list, without its kind
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ def _has_list(place: int | Path, kind: str = "access") -> bool:
     the list allows. kind: "default" for the list that new files get.
     """
     try:
-        return bool(os.getxattr(place, f"system.posix_acl_{kind}"))
+        return bool(os.getxattr(place, LIST + kind))
     except OSError:
         return False
 
@@ -317,12 +318,20 @@ def _require_own_content(folder: Path, key: str) -> None:
 def _remove_lists(folder: Path) -> None:
     """Removes access control lists that a new folder has inherited: the kernel ignores the umask in
     favour of them.
+
+    Another user who can write to the folder above can put a link or another folder of this user in
+    its place. Links are not followed, and a folder with content is left unchanged.
     """
     with contextlib.suppress(OSError):
-        lists = [name for name in os.listxattr(folder) if name.startswith("system.posix_acl_")]
-        for name in lists:
-            os.removexattr(folder, name)
-        if lists:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            lists = [name for name in os.listxattr(descriptor) if name.startswith(LIST)]
+            if not lists or os.listdir(descriptor):
+                return
+            for name in lists:
+                os.removexattr(descriptor, name)
             mask = os.umask(0)
             os.umask(mask)
-            folder.chmod(0o777 & ~mask)
+            os.fchmod(descriptor, 0o777 & ~mask)
+        finally:
+            os.close(descriptor)

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -213,10 +214,11 @@ def _restrict_log(job: Job, umask: int) -> None:
     """Applies the umask to the log of the job, which Slurm has made with the umask of the user's
     shell.
     """
-    for path in map(Path, (job.log, job.error_log)):
-        with contextlib.suppress(OSError):
-            if path.is_file():  # not /dev/null
-                path.chmod(path.stat().st_mode & ~umask)
+    for path in (job.log, job.error_log):
+        with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as log:
+            mode = os.fstat(log.fileno()).st_mode
+            if stat.S_ISREG(mode):  # not /dev/null
+                os.fchmod(log.fileno(), stat.S_IMODE(mode) & ~umask)
 
 
 def _prepare_program(settings: Settings, attempt: Attempt, job: Job) -> None:

@@ -24,6 +24,7 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.record import State
 from recipes.core.run.spec import Spec
 from recipes.core.run.stop_note import StopNote
+from recipes.core.slurm.jobstate import Job
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
@@ -121,6 +122,15 @@ def test_the_log_of_a_job_follows_the_umask_of_the_run(
         os.umask(before)
     assert log.stat().st_mode & 0o777 == mode
     assert os.stat("/dev/null").st_mode == null
+
+
+def test_a_link_in_place_of_the_log_changes_no_other_file(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.touch()
+    page.chmod(0o644)
+    (tmp_path / "log").symlink_to(page)
+    batch._restrict_log(Job("7", "RUNNING", log=str(tmp_path / "log")), 0o077)
+    assert page.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize(

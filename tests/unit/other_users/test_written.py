@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -221,6 +222,33 @@ def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "run/file").stat().st_mode & 0o777 == 0o600
     assert os.listxattr(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("kind", ["a link", "a folder"])
+def test_the_mode_of_a_private_folder_is_kept_if_it_replaces_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    set_list(tmp_path, 7, 7, 7, 0, kind="default")
+    private = tmp_path / "private"
+    private.mkdir()
+    private.chmod(0o700)
+    (private / "file").touch()
+    lists = os.listxattr(private)
+    remove_lists = trust._remove_lists
+
+    def exchange(folder: Path) -> None:
+        folder.rename(tmp_path / "aside")
+        if kind == "a link":
+            folder.symlink_to(private)
+        else:
+            private.rename(folder)
+        remove_lists(folder)
+
+    monkeypatch.setattr(trust, "_remove_lists", exchange)
+    with contextlib.suppress(MachineError):
+        trust.own_folder(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert os.listxattr(tmp_path / "run") == lists
 
 
 @as_root
