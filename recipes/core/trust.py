@@ -101,13 +101,17 @@ def _make_key(path: Path) -> None:
             os.link(file.name, path)
 
 
-def who_else_writes(status: os.stat_result, place: int | Path) -> str:
+def who_else_writes(status: os.stat_result, place: int | Path, gets_files: bool = False) -> str:
     """Who, besides its owner, can write to a file or folder; "" if nobody can. status: of the file.
-    place: its path or descriptor.
+    place: its path or descriptor. gets_files: whether its new files count too.
     """
     if status.st_mode & 0o002:
         return "every user can write to it (run chmod o-w on it)"
-    if not status.st_mode & 0o020 or os.environ.get("RECIPES_TRUST_GROUP") == "1":
+    if os.environ.get("RECIPES_TRUST_GROUP") == "1":
+        return ""
+    if gets_files and _has_list(place, "default"):
+        return "its access control list decides who writes to new files (run setfacl -R -b on it)"
+    if not status.st_mode & 0o020:
         return ""
     if _has_list(place):
         return "its access control list lets others write to it (remove it with setfacl -b)"
@@ -284,8 +288,8 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
     each rank opens, and for a folder that is no run directory.
 
     Raises OSError. Raises MachineError if the folder, a link in its path or its content belongs to
-    another user, or if another user can write to a run directory. A group may write to a data
-    folder, and have files there.
+    another user, or if another user can write to a run directory or its new files. A group may
+    write to a data folder, and have files there.
     """
     resolved(folder)
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
@@ -298,7 +302,7 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
     if not (is_own(folder, follow_symlinks=False) and is_own(folder)):
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
     status = folder.stat()
-    problem = who_else_writes(status, folder)
+    problem = who_else_writes(status, folder, gets_files=True)
     if key == "run_dir" and problem:
         raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")
     is_of_trusted_group = status.st_mode & 0o020 and not problem

@@ -214,7 +214,7 @@ def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
     set_list(tmp_path, 7, 7, 7, 0, kind="default")
     with monkeypatch.context() as before_removal, umask(0o077):
         before_removal.setattr(trust, "_remove_lists", lambda folder: None)
-        trust.own_folder(tmp_path / "at first")
+        trust.own_folder(tmp_path / "at first", "data_dir")
     assert (tmp_path / "at first").stat().st_mode & 0o777 == 0o700  # also the most of the list
     with umask(0o077):
         trust.own_folder(tmp_path / "run")
@@ -222,6 +222,21 @@ def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "run/file").stat().st_mode & 0o777 == 0o600
     assert os.listxattr(tmp_path / "run") == []
+
+
+def test_a_run_directory_whose_new_files_get_an_access_control_list_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_list(tmp_path, 7, 7, 5, 5, kind="default")
+    tmp_path.chmod(0o755)
+    trust.own_folder(tmp_path, "data_dir")
+    with pytest.raises(MachineError, match=r"its access control list .* \(run setfacl -R -b on it"):
+        trust.own_folder(tmp_path)
+    with monkeypatch.context() as trusting:
+        trusting.setenv("RECIPES_TRUST_GROUP", "1")
+        trust.own_folder(tmp_path)
+    os.removexattr(tmp_path, "system.posix_acl_default")  # as setfacl -b does
+    trust.own_folder(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["a link", "a folder"])
