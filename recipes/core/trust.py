@@ -37,7 +37,7 @@ def open_own(path: Path) -> Iterator[IO[bytes]]:
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _require_own(path.parent, folder)
+        _require_own(path.parent, folder, is_above=True)
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
         descriptor = os.open(path.name, flags, dir_fd=folder)
     finally:
@@ -49,14 +49,14 @@ def open_own(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _require_own(path: Path, descriptor: int) -> None:
+def _require_own(path: Path, descriptor: int, is_above: bool = False) -> None:
     """Raises MachineError if an open file or folder belongs to another user, or if another user can
     write to it. A sticky folder protects its files.
     """
     status = os.fstat(descriptor)
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     problem = "" if is_sticky else who_else_writes(status, descriptor)
-    if not _is_trusted(status.st_uid, path):
+    if not _is_trusted(status.st_uid, path, is_above):
         problem = "belongs to another user"
     if problem:
         raise MachineError(f"{path}: {problem}, so it is not executed")
@@ -176,9 +176,9 @@ def who_else_can_change(path: Path) -> str:
     problems = list[str]()
     for place in (path, *path.parents):
         status = place.lstat()
-        if not _is_trusted(status.st_uid, place):
-            return f"{place} belongs to another user"
         is_above = place != path
+        if not _is_trusted(status.st_uid, place, is_above):
+            return f"{place} belongs to another user"
         if is_above and not status.st_mode & 0o011:
             problems.clear()  # nobody else reaches what is in it, but may exchange it itself
         why = who_else_writes(status, place)
@@ -190,9 +190,9 @@ def who_else_can_change(path: Path) -> str:
     return problems[0] if problems else ""
 
 
-def _is_trusted(user: int, place: Path) -> bool:
+def _is_trusted(user: int, place: Path, is_above: bool = False) -> bool:
     """Whether a user's files are used: this user's, root's, and those of the owner of this clone.
-    place: the file or folder that belongs to ``user``.
+    place: the file or folder that belongs to ``user``. is_above: it is a folder above what is used.
     """
     if user in (os.geteuid(), 0):
         return True
@@ -202,15 +202,14 @@ def _is_trusted(user: int, place: Path) -> bool:
     if not is_namespace or user != overflow:
         return user == owner
     # In a user namespace, as of a container, the files of root and of all other users have this
-    # owner. Those of root are taken to be the clone, what is in /, and folders in folders that only
-    # their owner can change.
+    # owner. Those of root are taken to be the clone, what is in /, and folders above what is used,
+    # in folders that only their owner can change.
     place = place.absolute()
     if place.is_relative_to(ROOT):
         return owner == overflow
     if place.parent == Path("/"):
         return True
-    is_folder = place.is_dir() and not place.is_symlink()
-    return is_folder and not place.parent.stat().st_mode & 0o022
+    return is_above and not place.parent.stat().st_mode & 0o022
 
 
 def _is_trusted_group(group: int) -> bool:

@@ -40,7 +40,6 @@ WATCH_S = 5.0  # between two tables of `runs watch`
 COMMANDS = ("runs", "logs", "look", "cancel", "resume", "compare")
 OPTIONS = ("--json", "--failed", "--sort", "--ledger")  # of `runs`
 KEY = re.compile(r"[A-Za-z_]\w*=")  # a path may have a = too: runs/lr=0.1
-JOB_ID = re.compile(r"\d+([_+]\d+)?")  # of a job, an array task or a component
 UNFINISHED = (State.stopped, State.failed, State.lost, State.cancelled, State.refused)
 ACTIVE = (State.pending, State.held, State.requeued, State.starting, State.running)
 MAY_HAVE_RANKS = (State.starting, State.running, State.unknown)
@@ -291,23 +290,27 @@ def cancel(run: Run) -> str:
     """Cancels the job of a run, or ends its processes on this machine. Returns what it did. Raises
     MachineError.
     """
+    folder = Path(run.folder)
     problem = ""
     if run.state is State.unknown:
         problem = f"was not cancelled, since its state is unknown: {run.note}"
     elif run.state not in ACTIVE:
         return f"is not running: {run.state}"
-    elif not trust.is_own(Path(run.folder)):
+    elif not trust.is_own(folder):
         problem = "belongs to another user; to cancel a job of yours, type scancel JOB"
-    elif run.job and not JOB_ID.fullmatch(run.job):
-        problem = f"{shown(run.job)} is not a job ID; to cancel a job, type scancel JOB"
     if problem:
         raise MachineError(f"{_short(run.folder)}: {problem}")
-    facts = attempts.facts(Path(run.folder))
-    is_own = directory.is_marked(Path(run.folder), facts)
-    if is_own and in_use.is_running(facts) and not facts.get("job"):
+    facts = attempts.facts(folder)
+    described = files.read_json(folder / "job.yaml")
+    marked = [each for each in (facts, described) if directory.is_marked(folder, each)]
+    jobs = [str(each.get("job_id") or each.get("job")) for each in marked]
+    if facts in marked and in_use.is_running(facts) and not facts.get("job"):
         pid = facts["process"]["pid"]
         os.kill(pid, signal.SIGTERM)
         return f"process {pid} was asked to save and end"
+    if not run.job or run.job not in jobs:
+        problem = "names no job that you have started; to cancel a job of yours, type scancel JOB"
+        raise MachineError(f"{_short(run.folder)}: {problem}")
     try:
         client.cancel(run.job)
     except (OSError, subprocess.SubprocessError) as error:

@@ -102,7 +102,7 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     # those of a run that is done are not needed
     facts = {} if run.state is State.done and run.job else run.facts
     of_files = {"job_id": run.job, "job": facts}
-    copied = [each for each in of_files.values() if each and not directory.is_marked(folder, each)]
+    copied = [each for each in of_files.values() if each and directory.is_copied(folder, each)]
     named = [each.get(name) for name, each in of_files.items() if each not in copied]
     ids = [str(job_id) for job_id in named if job_id]
     elsewhere = facts.get("cluster") if cluster else ""

@@ -124,13 +124,16 @@ def marked(run_dir: Path, content: files.Json) -> files.Json:
 
 
 def is_marked(run_dir: Path, content: Mapping[str, Any]) -> bool:
-    """Whether this user has written this content for ``run_dir``, and it was not copied into it.
-    What a run of another user names is only shown, so its owner is believed.
-    """
-    if run_dir.stat().st_uid != os.geteuid():
-        return True
+    """Whether this user has written this content for ``run_dir``, and it was not copied into it."""
     mark = _mark(run_dir, content)
     return mark != "" and mark == content.get("mark")
+
+
+def is_copied(run_dir: Path, content: Mapping[str, Any]) -> bool:
+    """Whether this content of a run of this user has no valid mark. What a run of another user
+    names is only shown, so its owner is believed.
+    """
+    return run_dir.stat().st_uid == os.geteuid() and not is_marked(run_dir, content)
 
 
 def _mark(run_dir: Path, content: Mapping[str, Any]) -> str:

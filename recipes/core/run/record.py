@@ -209,7 +209,7 @@ class Record:
 
 def log_of_job(folder: Path, job: Json) -> str:
     """The log that job.yaml names; "" if it was copied here. job: job.yaml of ``folder``."""
-    return str(job.get("log") or "") if directory.is_marked(folder, job) else ""
+    return "" if directory.is_copied(folder, job) else str(job.get("log") or "")
 
 
 def is_log_of(folder: Path, log: Path) -> bool:

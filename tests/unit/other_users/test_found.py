@@ -475,7 +475,11 @@ def test_cancel_ends_no_process_that_another_user_names(
     facts["process"] |= {"pid": pid, "started": attempts.start_time(pid)}
     files.write_json(attempt.folder / "opened.json", facts)
     run = replace(FAILED, folder=str(tmp_path / "run"), state="running")
-    with pytest.raises(MachineError, match="scancel 7 failed"):
+    with pytest.raises(MachineError, match="names no job that you have started"):
+        run_commands.cancel(run)
+    # its folder is taken for another user's of whom root is one, such as in a container
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    with pytest.raises(MachineError, match="names no job that you have started"):
         run_commands.cancel(run)
 
 
@@ -572,11 +576,13 @@ def test_a_repository_above_the_code_is_not_asked(tmp_path: Path) -> None:
 def test_in_a_user_namespace_files_of_all_others_are_not_taken_for_those_of_root(
     tmp_path: Path,
 ) -> None:
-    """Their owner is unknown there. A folder in one that only its owner can change may be of
-    root.
+    """Their owner is unknown there. A folder above a file, in one that only its owner can change,
+    may be of root.
     """
     code = "import sys; from pathlib import Path; from recipes.core import trust; "
-    code += "print(*(trust.is_own(Path(path), follow_symlinks=False) for path in sys.argv[1:]))"
+    code += "paths = list(map(Path, sys.argv[1:])); "
+    code += "print(*(trust.is_own(path, follow_symlinks=False) for path in paths)); "
+    code += "print(*(trust.who_else_can_change(path) for path in paths), sep=';')"
     paths = []
     for mode in (0o1777, 0o755):
         folder = tmp_path / f"{mode:o}"
@@ -584,8 +590,15 @@ def test_in_a_user_namespace_files_of_all_others_are_not_taken_for_those_of_root
         folder.chmod(mode)
         (folder / "link").symlink_to(tmp_path)
         (folder / "folder").mkdir()
-        paths += [folder / "link", folder / "folder"]
-    for path in paths:
-        os.lchown(path, 1234, 1234)
+        for name in ("link", "folder"):
+            os.lchown(folder / name, 1234, 1234)
+        (folder / "folder/file").touch()
+        paths += [folder / "link", folder / "folder", folder / "folder/file"]
     argv = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code, *map(str, paths)]
-    assert helpers.run(argv).expect(0).lines == ["False False False True"]
+    of_another = [f"{path} belongs to another user" for path in paths]
+    of_another[2] = of_another[1]
+    of_another[5] = ""
+    assert helpers.run(argv).expect(0).lines == [
+        "False False True False False True",
+        ";".join(of_another),
+    ]

@@ -92,8 +92,9 @@ def test_the_run_of_another_user_is_not_cancelled(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="belongs to another user"):
         run_commands.cancel(run)
     os.chown(tmp_path, 0, 0)
-    with pytest.raises(MachineError, match="--me is not a job ID"):
-        run_commands.cancel(replace(run, job="--me"))
+    for job in ("--me", "7"):
+        with pytest.raises(MachineError, match="names no job that you have started"):
+            run_commands.cancel(replace(run, job=job))
 
 
 def test_a_table_of_runs_has_no_control_characters() -> None:
