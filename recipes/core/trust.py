@@ -22,6 +22,7 @@ from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.files import ROOT
 
+KEY_BYTES = 32
 MOST_LINKS = 40  # as the kernel allows in a path
 LIST = "system.posix_acl_"  # the attribute of an access control list, without its kind
 
@@ -76,25 +77,29 @@ def write_own(path: Path, content: bytes) -> None:
 
 def user_key() -> bytes:
     """A random key of this user, for marks that no other user can make. It is made when it is first
-    needed. b"" if the home folder is missing, belongs to another user or cannot be written.
+    needed. b"" if the home folder is missing, belongs to another user or cannot be written, or if
+    another user could have made or read the key.
     """
     with contextlib.suppress(OSError, RuntimeError):
         home = Path.home()
         path = home / ".config/recipes/key"
         if not path.exists() and home.stat().st_uid == os.geteuid():
             _make_key(path)
-        with open(path, "rb", opener=files.without_links) as file:
+        with open_own(path) as file:
+            key = file.read(KEY_BYTES + 1)
             status = os.fstat(file.fileno())
-            if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-                return file.read()
+            is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            if is_private and len(key) == KEY_BYTES:
+                return key
     return b""
 
 
 def _make_key(path: Path) -> None:
     """Nobody sees a part of the key. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (path.parents[1], path.parent):
+        folder.mkdir(0o700, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # with mode 600
-        file.write(secrets.token_bytes(32))
+        file.write(secrets.token_bytes(KEY_BYTES))
         file.flush()
         os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):  # another process has made it

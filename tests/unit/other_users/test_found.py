@@ -464,6 +464,24 @@ def test_a_run_counts_only_with_a_mark_of_this_user(
     assert read_in(tmp_path / "nosuch") == "copied"
 
 
+def test_the_key_of_a_user_is_whole_and_in_a_folder_that_nobody_else_can_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with umask(0):
+        made = trust.user_key()
+    key = tmp_path / ".config/recipes/key"
+    modes = [path.stat().st_mode & 0o777 for path in (key, key.parent, key.parents[1])]
+    assert (len(made), modes) == (32, [0o600, 0o700, 0o700])
+    key.parent.chmod(0o777)
+    assert trust.user_key() == b""
+    key.parent.chmod(0o755)
+    assert trust.user_key() == made
+    for content in (b"a", b"", made + b"a"):
+        key.write_bytes(content)
+        assert trust.user_key() == b""
+
+
 def test_cancel_ends_no_process_that_another_user_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
