@@ -101,12 +101,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_bytes(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path, opener: Callable[[str, int], int] = without_waiting) -> Json:
     """The JSON object in the file ``path``. {} if the file cannot be read, is larger than 64 MiB or
     contains something else.
     """
     try:
-        content = json.loads(read_bounded(path, 64 << 20))
+        content = json.loads(read_bounded(path, 64 << 20, opener))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -21,8 +21,8 @@ from recipes.core.run.attempt import Attempt
 from recipes.core.run.rows import Row
 
 MAX_YAML = 1 << 20  # bytes of a config.yaml
-# what is read of a run; others may have links beside it
-READ = ("*.json*", "*.yaml", "attempts", "attempts/*", "attempts/*/*", "attempts/*/*/*")
+# the folders in which files of a run are read; links in place of these files are not followed
+READ = ("attempts", "attempts/*", "attempts/*/*")
 LONGEST_NAME = 500  # bytes of a file that names a checkpoint
 LONGEST_S = 1e10  # of a duration as text: a file may hold any number
 NEWEST = 1000  # rows that are read of a run that may have many more
@@ -177,7 +177,7 @@ class Record:
         """The step of the checkpoint that ``latest`` or ``best`` names; 0 if there is none."""
         with contextlib.suppress(OSError, ValueError):
             path = self.folder / "checkpoints" / pointer
-            name = files.read_bounded(path, LONGEST_NAME).decode().strip()
+            name = files.read_bounded(path, LONGEST_NAME, files.without_links).decode().strip()
             return int(name.removeprefix("step-").removesuffix(".pt"))
         return 0
 
@@ -220,8 +220,8 @@ def is_log_of(folder: Path, log: Path) -> bool:
 
 
 def read(folder: Path) -> Record:
-    """Reads a run directory. Raises InputError if a file of another user's is a link: it could lead
-    to a file of this user, whose content would be printed.
+    """Reads a run directory. Raises InputError if a folder in the run of another user is a link:
+    it could lead to files of this user, whose content would be printed.
     """
     if folder.exists() and not trust.is_own(folder):
         for pattern in READ:
@@ -229,10 +229,10 @@ def read(folder: Path) -> Record:
                 if path.is_symlink():
                     raise InputError(f"{path}: is a link in the run of another user")
     status = directory.read_status(folder)
-    job = files.read_json(folder / "job.yaml")
+    job = files.read_json(folder / "job.yaml", files.without_links)
     # a summary of an earlier attempt stays until the run is done again
     is_done = status.get("state") == "done"
-    summary = files.read_json(folder / "summary.json") if is_done else {}
+    summary = files.read_json(folder / "summary.json", files.without_links) if is_done else {}
     return Record(folder, status, job, summary, attempts.every(folder), time.time())
 
 

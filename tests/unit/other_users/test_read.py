@@ -238,10 +238,12 @@ def test_a_run_of_another_user_does_not_keep_others_from_being_cancelled(
     for name in ("theirs", "mine"):
         attempts.open_next(tmp_path / "runs" / name, "toy", {})
     os.chown(tmp_path / "runs/theirs", STRANGER, STRANGER)
-    (tmp_path / "runs/theirs/status.json").symlink_to(tmp_path / "nothing")
+    ranks = tmp_path / "runs/theirs/attempts/0000/ranks"
+    ranks.rmdir()
+    ranks.symlink_to(tmp_path / "nothing")
     assert run_commands.command(["cancel", f"{tmp_path}/runs"], tmp_path, {}) == 3
     said = capsys.readouterr()
-    assert "runs/theirs/status.json: is a link in the run of another user: skipped" in said.err
+    assert "0000/ranks: is a link in the run of another user: skipped" in said.err
     assert "runs/mine: is not running: lost" in said.out
 
 
@@ -301,9 +303,31 @@ def test_the_run_of_another_user_leads_to_no_private_file(tmp_path: Path) -> Non
     (run_dir / "data").symlink_to(tmp_path)
     os.chown(run_dir, STRANGER, STRANGER)
     assert not record.read(run_dir).job
-    (run_dir / "job.yaml").symlink_to(private)
-    with pytest.raises(InputError, match=r"job\.yaml: is a link in the run of another user"):
+    (run_dir / "attempts").rmdir()
+    (run_dir / "attempts").symlink_to(private.parent / "attempts")
+    with pytest.raises(InputError, match="attempts: is a link in the run of another user"):
         record.read(run_dir)
+
+
+@pytest.mark.parametrize(
+    "name", ["status.json", "summary.json", "job.yaml", "attempts/0000/opened.json"]
+)
+def test_a_file_of_a_run_is_not_read_through_a_link(tmp_path: Path, name: str) -> None:
+    """Its owner could replace it by a link at any time."""
+    run_dir = tmp_path / "run"
+    attempts.open_next(run_dir, "toy", {})
+    directory.write_status(run_dir, "done", attempt=0, step=1)
+    for part in ("summary.json", "job.yaml"):
+        files.write_json(run_dir / part, {"steps": 1})
+
+    def contents() -> list[files.Json]:
+        run = record.read(run_dir)
+        return [run.status, run.summary, run.job, run.attempts[0].read("opened.json")]
+
+    assert all(contents())
+    (run_dir / name).rename(tmp_path / "private")
+    (run_dir / name).symlink_to(tmp_path / "private")
+    assert not all(contents())
 
 
 def test_a_process_of_a_run_is_a_number(tmp_path: Path) -> None:
