@@ -6,12 +6,17 @@ Standard library only. This module imports nothing from the project.
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 MAX_SHOWN = 60  # characters of a bad value that are shown
+
+# the oldest versions of packages that execute no code of the files that they read; also in
+# pyproject.toml
+OLDEST = {"jinja2": "3.1.6", "timm": "1.0.26", "transformers": "5.1"}
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -161,13 +166,24 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def require(module: str, extra: str, place: str = "") -> Any:
-    """The module. Raises InputError if it is not installed. extra: the optional dependencies that
-    have it. place: the start of the message.
+    """The module. Raises InputError if it is not installed, or older than in `OLDEST`. extra: the
+    optional dependencies that have it. place: the start of the message.
     """
+    from importlib import metadata  # loads many modules
+
     try:
-        return importlib.import_module(module)
+        imported = importlib.import_module(module)
+        if oldest := OLDEST.get(module):
+            version = metadata.version(module)
+            if _numbers(version) < _numbers(oldest):
+                raise ImportError(f"{module} {version} is older than {oldest}")
+        return imported
     except ImportError as error:
         raise InputError(f"{place}{one_line(error, 80)}: pip install '.[{extra}]'") from None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def status_of(command: str, main: Callable[[list[str]], int]) -> int:

@@ -33,6 +33,7 @@ SHOWN = 16  # hexadecimal digits of a digest of code
 
 def transformers() -> Any:
     """The module, without its log lines and progress bars. Raises InputError if it is missing."""
+    errors.require("jinja2", "llm")  # which renders chat templates
     module = errors.require("transformers", "llm")
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from recipes.core import files, trust
+from recipes.core import errors, files, trust
 from recipes.core.data import hub
 from recipes.core.errors import InputError, MachineError
+from tests.helpers import ROOT
 from tests.unit.other_users.common import STRANGER, as_root
 
 
@@ -87,6 +90,18 @@ def test_a_model_names_no_weights_and_no_code_elsewhere(
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)
+
+
+def test_packages_that_would_execute_code_of_files_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("jinja2")
+    assert errors.require("jinja2", "llm")
+    monkeypatch.setattr(metadata, "version", {"jinja2": "3.1.5"}.get)
+    with pytest.raises(InputError, match=r"jinja2 3\.1\.5 is older .*: pip install '\.\[llm\]'$"):
+        hub.transformers()
+    bounds = re.findall(r'"([\w-]+)>=([\w.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert errors.OLDEST.items() <= set(bounds)
 
 
 @as_root
