@@ -22,10 +22,10 @@ WITHOUT_CODE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 FETCHED = [*WITHOUT_CODE, "*.py"]
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
-# settings with a "/" that transformers does not open, and those that name other files or that it
-# passes to other libraries: timm opens a `checkpoint_path`
-NAMES = re.compile(r"_?name_or_path|tokenizer_name|Auto\w+|prefix")
-PASSED_ON = re.compile(r"configuration_files|model_args|.*_kwargs")
+# settings with a "/" that transformers does not open; and those that name other files, code or
+# settings, or that it passes to other libraries: timm opens a `checkpoint_path`
+NAMES = re.compile(r"_?name_or_path|tokenizer_name|prefix")
+PASSED_ON = re.compile(r"configuration_files|auto_map|attribute_map|model_args|.*_kwargs")
 # settings of a tokenizer that transformers may open as files, wherever they are, or passes on
 FILES = re.compile(r"vocab|merges|init_inputs|.*_(files?|spm|kwargs)")
 SHOWN = 16  # hexadecimal digits of a digest of code
@@ -37,6 +37,7 @@ def transformers() -> Any:
     module = errors.require("transformers", "llm")
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
+    module.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # it does not ask whether code may run
     return module
 
 
@@ -159,8 +160,10 @@ def _require_names_inside(model: str, copy: Path) -> None:
         if not is_tokenizer and path.name != "config.json" and ".index." not in path.name:
             continue
         try:
-            hook = None if is_tokenizer else collect
-            settings = json.loads(path.read_text("utf-8"), object_hook=hook)
+            settings = json.loads(path.read_text("utf-8"))
+            if not is_tokenizer and isinstance(settings, dict):
+                settings.pop("auto_map", None)  # its own is for `allows_code`
+                json.loads(json.dumps(settings), object_hook=collect)
         except (ValueError, RecursionError):
             raise InputError(f"model={model}: {path.name} is damaged: fetch it again") from None
         if is_tokenizer and isinstance(settings, dict):

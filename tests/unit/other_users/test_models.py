@@ -78,6 +78,8 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
             "its model_args may",
         ),
         ("config.json", {"configuration_files": ["config.5.0.json"]}, "its configuration_f"),
+        ("config.json", {"text_config": {"auto_map": {"AutoModel": "x.M"}}}, "its auto_map may"),
+        ("config.json", {"attribute_map": {"transformers_weights": "prefix"}}, "its attribute_map"),
         ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
     ],
 )
@@ -90,6 +92,14 @@ def test_a_model_names_no_weights_and_no_code_elsewhere(
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)
+
+
+def test_transformers_does_not_ask_whether_code_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it did for a model in a model, where trust_remote_code=False is not passed on."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(ValueError, match="requires you to execute custom code"):
+        hub.transformers().dynamic_module_utils.resolve_trust_remote_code(None, "x", False, True)
 
 
 def test_packages_that_would_execute_code_of_files_are_refused(
