@@ -17,8 +17,22 @@ from typing import Any
 from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, MachineError
 
-# files of a model without its code; of the weights only safetensors, which hold no code either
-WITHOUT_CODE = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+# files of a model without its code; of the weights only safetensors, which hold no code either. Not
+# those of a processor, which name other models.
+WITHOUT_CODE = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "*.index*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+)
 FETCHED = [*WITHOUT_CODE, "*.py"]
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
@@ -151,7 +165,9 @@ def _require_names_inside(model: str, copy: Path) -> None:
     def collect(settings: dict[str, Any]) -> bool:
         for name, value in settings.items():
             is_path = not NAMES.fullmatch(name) and "/" in json.dumps(value)
-            if is_path or (value and PASSED_ON.fullmatch(name)):
+            is_passed_on = value and PASSED_ON.fullmatch(name)
+            is_other = name == "tokenizer_class" and not _is_tokenizer(value)
+            if is_path or is_passed_on or is_other:
                 outside.append(name)
         return bool(settings)  # in place of the object, in the one around it
 
@@ -169,9 +185,22 @@ def _require_names_inside(model: str, copy: Path) -> None:
         if is_tokenizer and isinstance(settings, dict):
             kept = {name: settings[name] for name in settings if not FILES.fullmatch(name)}
             path.write_text(json.dumps(kept))
+            collect({"tokenizer_class": settings.get("tokenizer_class")})
     if outside:
         why = f"its {errors.shown(outside[0])} may lead to a file or to code outside its folder"
         raise InputError(f"model={model}: {why}: give a copy of the model without it")
+
+
+def _is_tokenizer(name: object) -> bool:
+    """Whether each class that transformers may open for a tokenizer_class is a tokenizer. It adds
+    and removes the suffix Fast.
+    """
+    library = transformers()
+    plain = re.sub("(Fast)+$", "", str(name))
+    classes = [
+        getattr(library, known) for known in (plain, f"{plain}Fast") if hasattr(library, known)
+    ]
+    return all(library.PreTrainedTokenizerBase in getattr(kind, "__mro__", ()) for kind in classes)
 
 
 def allows_code(model: str, copy: Path, allow_code: str) -> bool:

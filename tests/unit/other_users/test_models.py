@@ -79,6 +79,8 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
         ),
         ("config.json", {"configuration_files": ["config.5.0.json"]}, "its configuration_f"),
         ("config.json", {"text_config": {"auto_map": {"AutoModel": "x.M"}}}, "its auto_map may"),
+        ("config.json", {"tokenizer_class": "CLIPProcessorFast"}, "its tokenizer_class may"),
+        ("tokenizer_config.json", {"tokenizer_class": "AutoModel"}, "its tokenizer_class may"),
         ("config.json", {"attribute_map": {"transformers_weights": "prefix"}}, "its attribute_map"),
         ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
     ],
@@ -89,6 +91,7 @@ def test_a_model_names_no_weights_and_no_code_elsewhere(
     """transformers would train private weights of this user, or execute a kernel of the hub, and
     timm would open a pickle.
     """
+    pytest.importorskip("transformers")
     files.write_json(tmp_path / file, content)
     with pytest.raises(InputError, match=problem):
         copied(tmp_path)
@@ -149,10 +152,19 @@ def test_a_link_is_not_taken_for_what_it_leads_to(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_tokenizer_are_not_passed_to_other_libraries(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     settings = {"sudachi_kwargs": {"sudachi_config_path": "x"}, "target_spm": "x", "eos": "</s>"}
     files.write_json(tmp_path / "tokenizer_config.json", settings)
     with hub.opened(str(tmp_path)) as copy:
         assert files.read_json(copy / "tokenizer_config.json") == {"eos": "</s>"}
+
+
+def test_settings_of_a_processor_are_not_read(tmp_path: Path) -> None:
+    """They may name a model anywhere."""
+    pytest.importorskip("transformers")
+    for name in ("processor_config.json", "audio_tokenizer_config.json", "tokenizer_config.json"):
+        files.write_json(tmp_path / name, {"tokenizer_class": "LlamaTokenizerFast"})
+    assert copied(tmp_path) == {"tokenizer_config.json"}
 
 
 def test_a_model_may_have_the_names_of_what_it_was_made_from(tmp_path: Path) -> None:
