@@ -164,7 +164,7 @@ def test_waiting_processes_report_progress(packed: Path, tmp_path: Path) -> None
     assert (staged / "train-00000.bin").stat().st_ino == inode  # not copied again
 
 
-@pytest.mark.parametrize("kind", ["flipped", "short", "long", "gone"])
+@pytest.mark.parametrize("kind", ["flipped", "short", "long", "gone", "pipe"])
 def test_a_damaged_source_is_named_and_never_staged(
     packed: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -176,8 +176,15 @@ def test_a_damaged_source_is_named_and_never_staged(
         "short": bytes(content[:-5]),
         "long": bytes(content) + b"x",
     }
-    shard.unlink() if kind == "gone" else shard.write_bytes(changed[kind])
-    line = r"train-00002\.bin' (has invalid content|has (\d+ bytes|more than)|cannot be read)"
+    shard.unlink()
+    if kind in changed:
+        shard.write_bytes(changed[kind])
+    if kind == "pipe":
+        os.mkfifo(shard)
+    line = (
+        r"train-00002\.bin' (has invalid content|has \d+ bytes|is larger than|is not an ordinary "
+        "file|cannot be read)"
+    )
     with pytest.raises(InputError, match=line) as caught:
         to_local_disk(packed, tmp_path / "node", ignore)
     assert "\n" not in str(caught.value)

@@ -36,9 +36,10 @@ def test_a_model_has_no_link_of_another_user_and_no_pipe(tmp_path: Path) -> None
             copied(model)
         link.unlink()
     os.mkfifo(link)
-    link = link.rename(model / "x.jinja")
-    with pytest.raises(InputError, match=r"x\.jinja: cannot be copied to .* ordinary file"):
-        copied(model)
+    for name in ("x.safetensors", "x.jinja"):
+        link = link.rename(model / name)
+        with pytest.raises(InputError, match=rf"{link}: cannot be copied to .* ordinary file"):
+            copied(model)
 
 
 def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> None:

@@ -81,10 +81,12 @@ def _copy(file: DataFile, folder: Path, target: Path) -> None:
     """
     path = folder / file.name
     try:
-        content = path.read_bytes()
+        content = files.read_bounded(path, file.size)
+        fault = datasets.content_fault(content, file)
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-    fault = datasets.content_fault(content, file)
+    except ValueError as error:
+        fault = f"is {error}"
     if fault:
         command = datasets.prepare_command("imagenet", folder)
         raise InputError(f"{str(path)!r} {fault}: pack again: {command}")
