@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/batch.py",
-        "restarts and first.number and not _has_progress(first, step)",
+        "restarts and first.number and not saves.has_progress(first, step)",
         "False",
         "a job that completes no step is requeued max_requeues= times",
         "tests/unit/launch/test_batch.py::test_a_job_without_progress_is_not_requeued",

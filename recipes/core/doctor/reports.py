@@ -61,11 +61,11 @@ class Reports:
                     status = entry.stat()
                     # Lustre has the times of files in whole seconds
                     version = (status.st_mtime_ns, status.st_ino, status.st_size)
-                    if version != versions.get(node):
-                        report = read_json(Path(entry.path))
-                        if report:
-                            reports[node] = report
-                            versions[node] = version
+                    unchanged = version == versions.get(node)
+                    report = {} if unchanged else read_json(Path(entry.path))
+                    if report:
+                        reports[node] = report
+                        versions[node] = version
             are_there = all(stage_of(reports.get(node)) >= stage for node in node_of.values())
             if are_there or time.monotonic() > end:
                 return reports

@@ -82,7 +82,6 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
 
     code = ROOT
     exported: dict[str, str] = {}
-    in_reserve: list[str] = []
     job_id = environment.job_id(environ)
     try:
         if job_id:
@@ -95,8 +94,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
             if jobs.is_program(settings):
                 _prepare_program(settings, attempt, job)
         spec, variables = _resolve(settings, code, job, {**environ, **exported})
-        if job_id:
-            in_reserve = restart.first_nodes(spec, environ)
+        in_reserve = restart.first_nodes(spec, environ) if job_id else []
     except (ConfigError, MachineError) as error:
         attempts.refuse(exported, error.exit_status, str(error))
         raise
@@ -398,7 +396,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
         decided = None if job.is_over_time else job.after_start(restarts)
         if not decided and restarts >= max_requeues:
             decided = Next.max_requeues
-        elif not decided and restarts and first.number and not _has_progress(first, step):
+        elif not decided and restarts and first.number and not saves.has_progress(first, step):
             decided = Next.no_progress
         # Recorded before the requeue, since the requeue ends this job and the next attempt may
         # begin a moment later.
@@ -412,16 +410,6 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
     if decided is Next.held:
         return f"requeued, but {jobstate.describe(job)}"
     return outlook.NOT_REQUEUED.get(decided, "requeued by Slurm")
-
-
-def _has_progress(attempt: Attempt, step: int) -> bool:
-    """Whether a run has completed a step, or a program has changed a file, since an attempt
-    began. step: at which the run was saved. For a program, it looks at each of its files.
-    """
-    facts = attempt.facts()
-    if facts.get("of_program"):  # it counts no steps
-        return saves.has_changed(attempt) is not False
-    return bool(step > facts.get("step", step))
 
 
 def _tell_shell(shell: Shell) -> None:

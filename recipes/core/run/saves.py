@@ -39,6 +39,16 @@ def has_changed(attempt: Attempt) -> bool | None:
     return now != before["digest"] if now else None
 
 
+def has_progress(attempt: Attempt, step: int) -> bool:
+    """Whether a run has completed a step, or a program has changed a file, since an attempt
+    began. step: at which the run was saved. For a program, it looks at each of its files.
+    """
+    facts = attempt.facts()
+    if facts.get("of_program"):  # it counts no steps
+        return has_changed(attempt) is not False
+    return bool(step > facts.get("step", step))
+
+
 def digest(attempt: Attempt, folder: str) -> str:
     """The digest of a folder; "" if it has no file. "" is the run directory, which counts without
     what the recipes write in it.
