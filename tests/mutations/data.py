@@ -170,4 +170,11 @@ MUTATIONS = [
         "the page of a run with a constant negative metric cannot be made",
         "tests/unit/report/test_page.py",
     ),
+    Mutation(
+        "recipes/prepare.py",
+        "prepare_weights(WeightsKeys(keys.arch, keys.pretrained), data_dir)",
+        "prepare_weights(WeightsKeys(keys.arch), data_dir)",
+        "prepare finetune fetches other weights than pretrained= names",
+        "tests/unit/data/test_labelled.py",
+    ),
 ]

@@ -224,4 +224,18 @@ MUTATIONS = [
         "runs watch shows the queue as it was at its start",
         "tests/unit/launch/test_runs.py::test_a_watched_table_asks_slurm_again_each_time",
     ),
+    Mutation(
+        "recipes/core/launch/jobs.py",
+        "        return ranks or gpus or 1\n",
+        "        return gpus or ranks or 1\n",
+        "on CPUs, the profile's number of GPUs replaces ranks_per_node=",
+        "tests/unit/launch/test_jobs.py",
+    ),
+    Mutation(
+        "recipes/core/launch/local.py",
+        "number = sum(layout.ranks[: layout.node_rank]) + first",
+        "number = layout.node_rank * len(ranks) + first",
+        "a rank that fails on a later machine is reported with the number of another rank",
+        "tests/unit/place/test_ranks.py",
+    ),
 ]

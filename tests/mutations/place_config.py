@@ -164,4 +164,18 @@ MUTATIONS = [
         "an env file may contain HF_TOKEN, and a log may then show the token",
         "tests/unit/config/test_envfile.py",
     ),
+    Mutation(
+        "recipes/core/config/job_keys.py",
+        "return math.ceil(seconds / 60)",
+        "return max(1, round(seconds / 60))",
+        "a job gets less time than time= says",
+        "tests/unit/config/test_config.py",
+    ),
+    Mutation(
+        "recipes/core/slurm/client.py",
+        'next((job for job in jobs if job.number == job_id), Job("", ""))',
+        'next(iter(jobs), Job("", ""))',
+        "an element of an array takes another one for itself",
+        "tests/unit/slurm/test_client.py",
+    ),
 ]

@@ -127,7 +127,7 @@ def test_values_of_a_yaml_file_are_read_as_text(tmp_path: Path, site: Path) -> N
     (tmp_path / "keys.yaml").write_text("time: 12:00:00\nepochs: 010\ncompile: yes\n")
     settings = parse(f"config={tmp_path}/keys.yaml")
     assert job_keys.minutes(settings.job.time) == 720
-    assert job_keys.minutes(parse("time=0:01").job.time) == 1  # rounded up
+    assert job_keys.minutes(parse("time=1:20").job.time) == 2  # rounded up
     assert settings.typed == {"epochs": "010", "compile": "yes"}  # no job keys
     assert settings.config.epochs == 10
     assert settings.config.compile is True

@@ -206,6 +206,11 @@ def test_the_next_command_of_prepare_reads_the_same_images(
     keys = f"pretrained=false labels={folder}/labels.csv multi_label=true data_dir={folder}"
     assert last == f"next: python launch.py recipe=finetune arch=resnet50 {keys}"
 
+    fetched = []
+    monkeypatch.setattr(prepare, "prepare_weights", lambda keys, _: fetched.append(keys) or "")
+    assert prepare.main(["finetune", *words[:3], "arch=resnet18", "pretrained=IMAGENET1K_V1"]) == 0
+    assert [(keys.arch, keys.weights) for keys in fetched] == [("resnet18", "IMAGENET1K_V1")]
+
 
 def test_what_a_table_has_besides_is_named(folder: Path) -> None:
     rows = (

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,3 +347,11 @@ def test_ranks_of_the_local_launcher_have_the_places_that_it_gave_them() -> None
         assert detected.num_nodes == 3
         assert detected.master_addr == "h"
         assert detected.master_port == 29400
+
+
+def test_a_rank_that_fails_on_a_later_machine_has_its_number_among_all() -> None:
+    ended: Any = [SimpleNamespace(returncode=0), SimpleNamespace(returncode=1)]
+    stop: Any = SimpleNamespace(count=0)
+    end = local._end(ended, 1, None, stop, local.Layout((3, 2), node_rank=1))
+    assert end.first is not None
+    assert end.first["rank"] == 4

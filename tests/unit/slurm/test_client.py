@@ -139,6 +139,12 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
             client.show("7", timeout_s=0.5 if "sleep" in script else client.ANSWER_S)
 
 
+def test_the_own_job_of_an_array_is_the_one_with_its_number(stubs: Stubs) -> None:
+    """The element that was submitted first has the number of the array."""
+    stubs.add("scontrol", "printf 'JobId=101 ArrayJobId=100 ArrayTaskId=0\\n\\nJobId=100\\n'")
+    assert client.own({"SLURM_JOB_ID": "100"}).number == "100"
+
+
 @pytest.mark.parametrize(
     ("reason", "means"),
     [
