@@ -102,4 +102,11 @@ MUTATIONS = [
         "SIGUSR2 ends a program that does not catch it",
         "tests/unit/program/test_supervise.py",
     ),
+    Mutation(
+        "recipes/script.py",
+        "first_rank = info.node_rank * launch.nproc",
+        "first_rank = info.rank",
+        "a launcher that fails on a later node is recorded as a rank of the first node",
+        "tests/distributed/launch/test_script.py",
+    ),
 ]

@@ -328,4 +328,18 @@ MUTATIONS = [
         "checkpoint_every_s= saves again soon after another save",
         "tests/distributed/train/test_loop.py::test_any_save_postpones_the_next_save_by_time",
     ),
+    Mutation(
+        "recipes/core/train/loop.py",
+        "enumerate(losses, self.agreed_at - len(losses) + 1)",
+        "enumerate(losses, self.agreed_at)",
+        "the message about a loss that is not finite names a later step",
+        "tests/distributed/train/test_loop.py::test_of_several_losses_the_one_that_is_not_finite_has_its_step",
+    ),
+    Mutation(
+        "recipes/core/train/failure.py",
+        'directory.read_status(run.dir).get("step", 0)',
+        "run.step",
+        "a resumed run that is stopped before its first step has saved step 0",
+        "tests/distributed/train/test_loop.py::test_a_stop_before_the_first_step_is_not_a_failure",
+    ),
 ]

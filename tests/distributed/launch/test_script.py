@@ -4,6 +4,7 @@ what is recorded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,10 +12,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from recipes import script
 from recipes.core.launch import cli
+from recipes.core.place.ranks import RankInfo
 from tests import helpers
 from tests.helpers import LOCAL, ROOT
 
@@ -297,3 +302,25 @@ def test_look_names_a_program_that_is_not_in_python(tmp_path: Path) -> None:
     assert re.search(rf"^rank 0 on {HOST}: no Python stack of /bin/sh \S+/a\.sh \(state S, ", out)
     (tmp_path / "pipe").write_text("line\n")
     helpers.finish(process).expect(0)
+
+
+def test_the_launcher_of_a_later_node_fails_as_the_first_rank_of_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[int] = []
+    monkeypatch.setattr(script, "watch_run", lambda *words: None)
+    monkeypatch.setattr(script, "rules", lambda *words: None)
+    monkeypatch.setattr(script, "is_stopped", lambda *words: False)
+    monkeypatch.setattr(script, "last_exception", lambda log: "")
+    monkeypatch.setattr(script, "_copied_to", lambda log: contextlib.nullcontext())
+    monkeypatch.setattr(script.supervise, "run", lambda *words: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(script, "record", lambda *words, **names: failed.append(words[1]))
+    info = RankInfo(1, 0, 1, 2, 1, 2, (), "127.0.0.1", 1, False, None, 0)
+    start: Any = SimpleNamespace(
+        ranks=info, settings=SimpleNamespace(run=SimpleNamespace(cpu_threads=1))
+    )
+    launch: Any = SimpleNamespace(on_cpu=True, nproc=4, through="torchrun")
+    launch.command = lambda *words: ["torchrun"]
+    attempt: Any = SimpleNamespace(run_dir=tmp_path)
+    assert script.run_launcher(start, attempt, launch, False) == 1
+    assert failed == [4]

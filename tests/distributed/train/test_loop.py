@@ -36,7 +36,7 @@ from recipes.core.place import keepalive
 from recipes.core.place.keepalive import NodeLinks
 from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
-from recipes.core.run import entry, signals, source, watchdog
+from recipes.core.run import directory, entry, signals, source, watchdog
 from recipes.core.train import (
     checkpoint,
     failure,
@@ -384,10 +384,11 @@ def test_a_stop_before_the_first_step_is_not_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, run = Trained(tmp_path).run(resumes=True, epochs=1)
+    directory.write_status(tmp_path, "preempted", attempt=0, step=500)  # by the attempt before
     assert failure.fail(run, errors.Stopped("SIGTERM")) == 75
     status = helpers.read(tmp_path, "status")
     assert status["state"] == "preempted"
-    assert status["step"] == 2
+    assert status["step"] == 500
     assert status["reason"] == "SIGTERM"
     assert attempts.records(run.attempt) == []
     assert "stopped by SIGTERM before its first step" in capsys.readouterr().out
@@ -995,3 +996,11 @@ def test_a_wait_ends_after_timeout_s_although_the_question_who_is_behind_takes_t
     with pytest.raises(TimeoutError):
         failure.watch_peers(run, over)
     assert 60.0 < time_s <= 60.0 + worlds.POLL_S * 2
+
+
+def test_of_several_losses_the_one_that_is_not_finite_has_its_step() -> None:
+    ends: Any = object.__new__(loop._StepEnds)
+    ends.sums = SimpleNamespace(read=lambda: ([1.0, math.nan, 1.0, 1.0], "", False, 4.0))
+    ends.agreed_at = 8
+    with pytest.raises(RunError, match="the loss at step 6 is nan"):
+        ends._read()
