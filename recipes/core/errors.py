@@ -173,10 +173,10 @@ def require(module: str, extra: str, place: str = "") -> Any:
 
     try:
         imported = importlib.import_module(module)
-        if oldest := OLDEST.get(module):
-            version = metadata.version(module)
-            if _numbers(version) < _numbers(oldest):
-                raise ImportError(f"{module} {version} is older than {oldest}")
+        oldest = OLDEST.get(module)
+        version = metadata.version(module) if oldest else ""
+        if oldest and _numbers(version) < _numbers(oldest):
+            raise ImportError(f"{module} {version} is older than {oldest}")
         return imported
     except ImportError as error:
         raise InputError(f"{place}{one_line(error, 80)}: pip install '.[{extra}]'") from None

@@ -161,8 +161,8 @@ def activation_bytes(
     is_divided: bool = False,
 ) -> int | None:
     """Bytes that a forward and a backward pass need besides a rank's weights and gradients, from
-    tensors without data. None if what the model computes depends on their values, as the experts of
-    some mixtures, or has an operator of its own.
+    tensors without data. None if what the model computes depends on their values, as in some
+    mixtures of experts, or if torch cannot compute one of its operators without data.
 
     change: prepares a model like ``net`` for the training. shape: rows and tokens, which the loss
     all counts. half: whether products are computed in bfloat16. is_divided: whether strategy=fsdp

@@ -437,15 +437,21 @@ def test_a_temperature_without_sampling_can_be_written(models: Path, tmp_path: P
     assert (kept["temperature"], kept["do_sample"]) == (0.6, True)
 
 
-def test_code_of_a_model_runs_only_if_its_digest_is_given(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_own_classes(models: Path, tmp_path: Path, config_class: str, model_class: str) -> Path:
+    """A copy of a model whose config names classes in Python files beside it."""
     folder = tmp_path / "mine"
     shutil.copytree(models / "llama", folder)
     config = json.loads((folder / "config.json").read_text())
-    names = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    names = {"AutoConfig": config_class, "AutoModelForCausalLM": model_class}
     config |= {"model_type": "mine", "auto_map": names}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_code_of_a_model_runs_only_if_its_digest_is_given(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_own_classes(models, tmp_path, "mine.MyConfig", "mine.MyModel")
     mark = tmp_path / "executed"
     (folder / "mine.py").write_text(
         f"open({str(mark)!r}, 'w')\n"
@@ -468,8 +474,9 @@ def test_code_of_a_model_runs_only_if_its_digest_is_given(
     with pytest.raises(InputError, match=r"its config requires mine\.py, which is missing: fetch"):
         causal.open_model(str(folder), hashlib.sha256().hexdigest()[:16])
     (tmp_path / "mine.py").rename(folder / "mine.py")
+    config = json.loads((folder / "config.json").read_text())
     for name in ("hidden/other.MyConfig", "/home/other.MyConfig", "other--mine.MyConfig"):
-        other = {**config, "auto_map": {**names, "AutoConfig": name}}
+        other = {**config, "auto_map": {**config["auto_map"], "AutoConfig": name}}
         (folder / "config.json").write_text(json.dumps(other))
         with pytest.raises(InputError, match="has no model_type mine"):
             causal.open_model(str(folder), digest)
@@ -487,12 +494,7 @@ def test_a_run_keeps_all_python_files_of_its_model(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """save_pretrained of a config writes only the file with its class."""
-    folder = tmp_path / "mine"
-    shutil.copytree(models / "llama", folder)
-    config = json.loads((folder / "config.json").read_text())
-    names = {"AutoConfig": "its_config.MyConfig", "AutoModelForCausalLM": "its_net.MyModel"}
-    config |= {"model_type": "mine", "auto_map": names}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = with_own_classes(models, tmp_path, "its_config.MyConfig", "its_net.MyModel")
     (folder / "its_config.py").write_text(
         "from transformers import LlamaConfig\n"
         "class MyConfig(LlamaConfig):\n    model_type = 'mine'\n"
