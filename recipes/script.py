@@ -354,7 +354,7 @@ if __name__ == "__main__":
         status = main(START)
     except (InputError, MachineError) as error:
         status = error.exit_status
-        is_told = attempts.refuse(os.environ, status, str(error), START.ranks.rank)
+        is_told = attempts.refuse(os.environ, error, START.ranks.rank)
         attempts.print_refusal(f"script: {error}", START.ranks.rank == 0, is_told)
     except Hang:
         status = EXIT_CRASH

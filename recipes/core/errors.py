@@ -27,57 +27,6 @@ EXIT_REQUEUE = 75
 EXIT_PIPE = 141  # the reader of stdout has closed the pipe: 128 + SIGPIPE
 
 
-class _Printable(Exception):
-    """The message of an error may quote a file, an archive or a server: characters that a terminal
-    would interpret are escaped. exit_status: with which a command ends because of it.
-    """
-
-    exit_status = EXIT_CONFIG
-
-    def __init__(self, text: str = "") -> None:
-        super().__init__(printable(text))
-
-
-class ConfigError(_Printable, ValueError):
-    """A key, an env file or a launcher's variable is invalid. One line: its name, its value and the
-    fix. Exit status 2.
-    """
-
-
-class MachineError(_Printable, RuntimeError):
-    """This machine or allocation cannot run the recipe. One line. Exit status 3."""
-
-    exit_status = EXIT_MACHINE
-
-
-class DiskFull(MachineError):
-    """A disk or a quota is used up."""
-
-
-class RunError(_Printable, RuntimeError):
-    """The run cannot continue because of what it computes or calls, such as a loss that is not
-    finite. One line. Exit status 1.
-    """
-
-    exit_status = EXIT_CRASH
-
-
-class Stopped(Exception):
-    """Ends work outside the steps because the run is to stop. The message is the reason. Exit
-    status 75.
-    """
-
-
-class InputError(_Printable, ValueError):
-    """Other input (data, a checkpoint) is invalid. One line. Exit status 2."""
-
-
-class Hang(Exception):
-    """Ends a program of the user whose ranks make no progress. Its record says where they are. Exit
-    status 1.
-    """
-
-
 class Kind(str, Enum):
     """Why a rank or a run ended: ``kind`` in status.json and in a rank's error record."""
 
@@ -114,6 +63,63 @@ class Kind(str, Enum):
             Kind.run_error,
             Kind.stopped,
         )
+
+
+class _Printable(Exception):
+    """The message of an error may quote a file, an archive or a server: characters that a terminal
+    would interpret are escaped. exit_status: with which a command ends because of it. kind: of a
+    run that ends because of it.
+    """
+
+    exit_status = EXIT_CONFIG
+    kind = Kind.input
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(printable(text))
+
+
+class ConfigError(_Printable, ValueError):
+    """A key, an env file or a launcher's variable is invalid. One line: its name, its value and the
+    fix. Exit status 2.
+    """
+
+
+class MachineError(_Printable, RuntimeError):
+    """This machine or allocation cannot run the recipe. One line. Exit status 3."""
+
+    exit_status = EXIT_MACHINE
+    kind = Kind.machine
+
+
+class DiskFull(MachineError):
+    """A disk or a quota is used up."""
+
+    kind = Kind.disk_full
+
+
+class RunError(_Printable, RuntimeError):
+    """The run cannot continue because of what it computes or calls, such as a loss that is not
+    finite. One line. Exit status 1.
+    """
+
+    exit_status = EXIT_CRASH
+    kind = Kind.run_error
+
+
+class Stopped(Exception):
+    """Ends work outside the steps because the run is to stop. The message is the reason. Exit
+    status 75.
+    """
+
+
+class InputError(_Printable, ValueError):
+    """Other input (data, a checkpoint) is invalid. One line. Exit status 2."""
+
+
+class Hang(Exception):
+    """Ends a program of the user whose ranks make no progress. Its record says where they are. Exit
+    status 1.
+    """
 
 
 class Next(str, Enum):

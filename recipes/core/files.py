@@ -194,12 +194,16 @@ def writing_to(folder: Path, key: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         fix = f"give another {key}="
-        if is_full:
+        if is_full(error):
             fix = f"free some space there, or {fix}"
         line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
-        raise (DiskFull if is_full else MachineError)(line) from None
+        raise (DiskFull if is_full(error) else MachineError)(line) from None
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk or a quota is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def size_text(size: int) -> str:

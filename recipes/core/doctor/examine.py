@@ -197,7 +197,8 @@ def give_verdict(reports: Reports, hosts: Sequence[str], run_dir: Path, end: flo
     # that of recipe=doctor, which its batch script judges
     if attempt and attempt.run_dir == run_dir:
         if code:
-            attempts.refuse(os.environ, code, judged.entries[0].what)  # bad ones are first
+            # bad ones are first
+            attempts.refuse(os.environ, errors.MachineError(judged.entries[0].what))
         else:
             directory.write_status(run_dir, "done", attempt=attempt.number, step=0)
     print("\n".join(verdict.lines(judged)), flush=True)

@@ -96,7 +96,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
         spec, variables = _resolve(settings, code, job, {**environ, **exported})
         in_reserve = restart.first_nodes(spec, environ) if job_id else []
     except (ConfigError, MachineError) as error:
-        attempts.refuse(exported, error.exit_status, str(error))
+        attempts.refuse(exported, error)
         raise
     exported |= variables
     # bash cannot hold others

@@ -55,7 +55,7 @@ def examine(recipe: str, resubmits: int, environ: Environ) -> int:
             bad_nodes.remember(source.home(ROOT), environment.cluster(environ), verdict["exclude"])
         requeued = requeue_without(bad, resubmits, run_dir, environ)
         line = f"bad nodes: {bad}; {requeued}"
-    attempts.refuse(environ, EXIT_MACHINE, line)
+    attempts.refuse(environ, MachineError(line))
     say(f"{recipe}: {line}")
     return EXIT_MACHINE
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from recipes.core import files, trust
-from recipes.core.errors import EXIT_CONFIG, EXIT_CRASH, Kind, MachineError
+from recipes.core.errors import EXIT_CRASH, ConfigError, InputError, Kind, MachineError
 from recipes.core.place import processes
 from recipes.core.run import directory
 from recipes.core.slurm import environment
@@ -390,10 +390,12 @@ def print_refusal(line: str, is_first: bool, is_told: bool) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def refuse(environ: environment.Environ, exit_status: int, line: str, rank: int = 0) -> bool:
-    """Records in the attempt that the parent has opened, if there is one, why the launch ends with
-    EXIT_CONFIG or EXIT_MACHINE. Returns whether it is recorded there: the disk may be full, or this
-    node does not see the folder.
+def refuse(
+    environ: environment.Environ, error: ConfigError | InputError | MachineError, rank: int = 0
+) -> bool:
+    """Records in the attempt that the parent has opened, if there is one, why the launch ends.
+    Returns whether it is recorded there: the disk may be full, or this node does not see the
+    folder.
     """
     attempt = given(environ)
     if not attempt:
@@ -403,9 +405,9 @@ def refuse(environ: environment.Environ, exit_status: int, line: str, rank: int 
             attempt,
             rank=rank,
             host=socket.gethostname(),
-            kind=Kind.input if exit_status == EXIT_CONFIG else Kind.machine,
-            error=line,
-            exit_status=exit_status,
+            kind=error.kind,
+            error=str(error),
+            exit_status=error.exit_status,
         )
     except OSError:
         return False

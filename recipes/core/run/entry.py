@@ -109,20 +109,20 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         spec = specs.of_ranks(os.environ, recipe, argv)
         settings = spec.settings if spec else command_line.parse(argv, recipe=recipe)
     except ConfigError as error:
-        _refuse(recipe, errors.EXIT_CONFIG, str(error), prints=is_first)
+        _refuse(recipe, error, prints=is_first)
     try:
         info = ranks.detect(os.environ)
         keys = (settings.run.network, settings.job.cluster)
         variables = spec.variables if spec else profiles.env_variables(*keys)
         from_files = envfile.apply(variables, os.environ)
     except ConfigError as error:
-        _refuse(recipe, errors.EXIT_CONFIG, f"{host}: {error}", prints=is_first)
+        _refuse(recipe, ConfigError(f"{host}: {error}"), prints=is_first)
     is_set = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= os.environ.keys()
     try:
         interface = None if is_set else network.choose(info)
         set_compile_cache()
     except (network.NetworkError, MachineError) as error:
-        _refuse(recipe, errors.EXIT_MACHINE, f"{host}: {error}", prints=info.local_rank == 0)
+        _refuse(recipe, MachineError(f"{host}: {error}"), prints=info.local_rank == 0)
     if interface:
         os.environ.update(network.settings(interface, os.environ))
     if settings.run.debug:
@@ -180,11 +180,11 @@ def _rank_unchecked() -> str:
     return os.environ.get("RANK") or environment.task(os.environ) or of_mpi or "0"
 
 
-def _refuse(recipe: str, status: int, line: str, *, prints: bool) -> NoReturn:
+def _refuse(recipe: str, error: ConfigError | MachineError, *, prints: bool) -> NoReturn:
     """Records a refusal in the attempt that the parent has opened, and ends the process with one
     line.
     """
     rank = _rank_unchecked()
-    is_told = attempts.refuse(os.environ, status, line, int(rank) if rank.isdecimal() else 0)
-    attempts.print_refusal(f"{recipe}: {line}", prints, is_told)
-    sys.exit(status)
+    is_told = attempts.refuse(os.environ, error, int(rank) if rank.isdecimal() else 0)
+    attempts.print_refusal(f"{recipe}: {error}", prints, is_told)
+    sys.exit(error.exit_status)

@@ -5,7 +5,6 @@ Two threads also end a rank: one if it waits too long for the others, one if a l
 the run directory.
 """
 
-import errno
 import functools
 import os
 import subprocess
@@ -27,7 +26,6 @@ from recipes.core.errors import (
     EXIT_MACHINE,
     EXIT_REQUEUE,
     ConfigError,
-    DiskFull,
     InputError,
     Kind,
     MachineError,
@@ -293,16 +291,11 @@ def cause_of(error: BaseException, stop: str = "") -> Cause:
         )
         line = f"{one_line(error).rstrip('.')}: {fix}"
         return Cause(Kind.machine, line, EXIT_MACHINE)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and files.is_full(error):
         problem = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
         return Cause(Kind.disk_full, f"{problem}: free some space there", EXIT_MACHINE)
-    if isinstance(error, MachineError):
-        kind = Kind.disk_full if isinstance(error, DiskFull) else Kind.machine
-        return Cause(kind, str(error), EXIT_MACHINE)
-    if isinstance(error, InputError | ConfigError):
-        return Cause(Kind.input, str(error), EXIT_CONFIG)
-    if isinstance(error, RunError):
-        return Cause(Kind.run_error, str(error))
+    if isinstance(error, ConfigError | InputError | MachineError | RunError):
+        return Cause(error.kind, str(error), error.exit_status)
     if torch_errors.is_out_of_memory(error):
         text = torch_errors.text_of(error)
         fix = "use a smaller global_batch_size=, or a larger accumulate="

@@ -26,6 +26,7 @@ from recipes.core.errors import (
     EXIT_CRASH,
     EXIT_DONE,
     EXIT_REQUEUE,
+    DiskFull,
     InputError,
     MachineError,
     one_line,
@@ -104,7 +105,8 @@ def run(main: Main, start: Start) -> NoReturn:
     except (InputError, MachineError) as error:
         code = _refuse(start, error)
     except OSError as error:
-        code = _refuse(start, MachineError(f"{host}: {one_line(error)}"))
+        error_class = DiskFull if files.is_full(error) else MachineError
+        code = _refuse(start, error_class(f"{host}: {one_line(error)}"))
     except torch.distributed.DistError as error:
         lost = f"rank {info.rank} lost its peers before the run began"
         print(f"{recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)
@@ -119,7 +121,7 @@ def _refuse(start: Start, error: InputError | MachineError) -> int:
     """Records and prints why this rank cannot take part. Returns the exit status."""
     rank = start.ranks.rank
     # Write the record first, since this rank may be ended as soon as another rank ends.
-    is_told = attempts.refuse(os.environ, error.exit_status, str(error), rank)
+    is_told = attempts.refuse(os.environ, error, rank)
     attempts.print_refusal(f"{start.settings.recipe}: {error}", rank == 0, is_told)
     return error.exit_status
 

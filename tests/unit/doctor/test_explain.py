@@ -11,7 +11,7 @@ import pytest
 
 from recipes.core import files
 from recipes.core.doctor import explain as explaining
-from recipes.core.errors import Kind, MachineError, Next
+from recipes.core.errors import ConfigError, Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, source
 from recipes.core.slurm import client
@@ -68,7 +68,7 @@ def run_directory(
 
 def refuse(run: Path, line: str) -> None:
     refused = helpers.attempt(run, launch="2.0", step=None)
-    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, line)
+    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, ConfigError(line))
 
 
 def grow_old(run: Path) -> None:

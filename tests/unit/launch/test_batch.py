@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import errors, files
-from recipes.core.errors import ConfigError, Kind, MachineError
+from recipes.core.errors import ConfigError, InputError, Kind, MachineError
 from recipes.core.launch import batch, restart, run_commands, runs
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, record, saves, source, stop_note
@@ -823,7 +823,7 @@ def test_finish_of_a_refused_run_keeps_the_status(
 ) -> None:
     before = (preempted / "status.json").read_bytes()
     refused = helpers.attempt(preempted, step=None)
-    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, 2, "host: no data in /d")
+    attempts.refuse({attempts.VARIABLE: str(refused.folder)}, InputError("host: no data in /d"))
     assert finish(preempted, srun_status=143, SLURM_RESTART_COUNT="1") == 2
     assert capfd.readouterr().err == "mnist: host: no data in /d\n"
     assert (preempted / "status.json").read_bytes() == before

@@ -18,7 +18,7 @@ import pytest
 
 from recipes import report
 from recipes.core import files
-from recipes.core.errors import Kind
+from recipes.core.errors import ConfigError, Kind
 from recipes.core.report import figure
 from recipes.core.report.style import SHEET
 from recipes.core.run import attempt as attempts
@@ -212,7 +212,7 @@ def test_runs_without_metrics(tmp_path: Path, state: str) -> None:
     )
     if state == "refused":
         new = helpers.attempt(folder, step=None)
-        attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, "lr=0.5 is too large")
+        attempts.refuse({attempts.VARIABLE: str(new.folder)}, ConfigError("lr=0.5 is too large"))
     if state == "failed":
         make(folder, [], state="failed")
     if state == "empty":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from recipes.core import files
-from recipes.core.errors import Kind, MachineError
+from recipes.core.errors import ConfigError, DiskFull, InputError, Kind, MachineError
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, watchdog
 from recipes.core.run.attempt import Attempt
@@ -99,12 +99,14 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     attempt = helpers.attempt(tmp_path, step=None)
     assert attempts.given({attempts.VARIABLE: str(attempt.folder)}) == attempt
     assert attempts.given({}) is None
-    assert not attempts.refuse({}, 2, "nowhere to record it")
+    assert not attempts.refuse({}, ConfigError("nowhere to record it"))
     unseen = tmp_path / "unseen/attempts/0000"
-    assert not attempts.refuse({attempts.VARIABLE: str(unseen)}, 2, "nor here")
-    assert attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 3, "no GPU", rank=5)
-    assert attempts.refuse({attempts.VARIABLE: str(attempt.folder)}, 2, "no data")
-    record, other = attempts.records(attempt)
+    assert not attempts.refuse({attempts.VARIABLE: str(unseen)}, ConfigError("nor here"))
+    given = {attempts.VARIABLE: str(attempt.folder)}
+    assert attempts.refuse(given, MachineError("no GPU"), rank=5)
+    assert attempts.refuse(given, InputError("no data"))
+    assert attempts.refuse(given, DiskFull("/data is full"), rank=1)
+    record, other, full = attempts.records(attempt)
     assert record["rank"] == 5
     assert record["kind"] == "machine"
     assert record["error"] == "no GPU"
@@ -112,6 +114,8 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     assert other["rank"] == 0
     assert other["kind"] == "input"
     assert other["host"] == socket.gethostname()
+    assert full["kind"] == "disk-full"
+    assert full["exit_status"] == 3
 
 
 @pytest.mark.parametrize(

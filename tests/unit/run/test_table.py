@@ -15,7 +15,7 @@ import pytest
 
 from recipes import report
 from recipes.core import files
-from recipes.core.errors import InputError, Next
+from recipes.core.errors import ConfigError, InputError, Next
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, record, table
 from tests import helpers
@@ -38,7 +38,7 @@ def make(folder: Path, state: str = "done", step: int = 10, reason: str = "", **
 
 def refuse(folder: Path, line: str) -> None:
     new = helpers.attempt(folder, step=None)
-    attempts.refuse({attempts.VARIABLE: str(new.folder)}, 2, line)
+    attempts.refuse({attempts.VARIABLE: str(new.folder)}, ConfigError(line))
 
 
 def run_report(*words: object, status: int = 0) -> helpers.Ended:
