@@ -38,9 +38,10 @@ def process_group(start: entry.Start, device: torch.device) -> Iterator[World]:
         take_gpu(device)
     if backend == "nccl":
         check_mig(info, os.environ, torch.cuda.nccl.version())
-    host = _host_of_rank_0(info, run.timeout_s)
+    clock = start.pulse.clock
+    host = _host_of_rank_0(info, run.timeout_s, clock)
     store = _meet(info, host, backend, run.timeout_s)
-    hosts = _exchange_hosts(store, info, run.timeout_s, start.pulse.clock)
+    hosts = _exchange_hosts(store, info, run.timeout_s, clock)
     links = _link_nodes(store, info, host)
     start.pulse.beat(watchdog.START)
     try:
@@ -65,7 +66,7 @@ def process_group(start: entry.Start, device: torch.device) -> Iterator[World]:
         leaving.join(TEARDOWN_S)
 
 
-def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
+def _host_of_rank_0(info: RankInfo, timeout_s: float, clock: watchdog.RunningClock) -> str:
     """The address of rank 0. Raises MachineError.
 
     With a topology plugin, Slurm 26.05 orders the tasks by the topology, and its list of nodes by
@@ -93,9 +94,9 @@ def _host_of_rank_0(info: RankInfo, timeout_s: float) -> str:
     if info.rank == 0:
         files.write_json(path, {"host": node})
         return node
-    end = time.monotonic() + timeout_s
+    end = clock.now() + timeout_s
     while not (content := files.read_json(path)):
-        if time.monotonic() > end:
+        if clock.now() > end:
             raise MachineError(
                 f"{node}: did not see {path}, which rank 0 writes, "
                 f"within {timeout_s:g} s (timeout_s): give a run_dir that all nodes share"
