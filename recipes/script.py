@@ -91,7 +91,8 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     return {
         **launchers.with_hook(environ),
         "RECIPES_RUN_DIR": str(attempt.run_dir),
-        "RECIPES_STOP_NOTE": str(stop_note.path(attempt)),
+        # with the job, since a job that the program submits inherits this variable
+        "RECIPES_STOP_NOTE": f"{environment.allocation_id(environ)}:{stop_note.path(attempt)}",
     }
 
 

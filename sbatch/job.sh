@@ -62,7 +62,6 @@ unset SLURM_HOSTFILE SLURM_NO_KILL SLURM_EXCLUSIVE SLURM_EXACT
 unset SLURM_PROLOG SLURM_EPILOG SLURM_TASK_PROLOG SLURM_TASK_EPILOG
 # A user's profile may set these for srun. In another folder, the ranks would run other code, and their output could miss the log.
 unset SLURM_WORKING_DIR SLURM_TIMELIMIT SLURM_STDOUTMODE SLURM_STDERRMODE SLURM_STDINMODE
-unset RECIPES_STOP_NOTE                         # if a program of the user has submitted the job: scontrol requeue stops that program
 unset PYTHONSAFEPATH                            # python -m must import from the working directory: the job's code
 export PYTHONUTF8=1                             # paths are UTF-8 in every locale
 # Slurm's default gives neighbouring ranks CPUs of different sockets, but neighbouring GPUs are on the same socket.

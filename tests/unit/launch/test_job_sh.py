@@ -190,8 +190,6 @@ def test_srun_variables_of_an_outer_allocation_are_unset(bench: Bench) -> None:
     cpus = {"SRUN_CPU_BIND": "x", "SLURM_CPU_BIND_TYPE": "x", "SLURM_CPU_BIND": "x"}
     of_profile = {"SLURM_WORKING_DIR": "/tmp", "SLURM_TIMELIMIT": "1", "PYTHONSAFEPATH": "1"}
     of_profile |= {f"SLURM_STD{name}MODE": "/tmp/x" for name in ("IN", "OUT", "ERR")}
-    # set for programs; with it, their scontrol does not requeue this job
-    of_profile["RECIPES_STOP_NOTE"] = "/x/stop.json"
     switches = "GRES STEP_GRES CPUS_PER_GPU NO_KILL EXCLUSIVE EXACT"
     of_step = {f"SLURM_{name}": "1" for name in switches.split()}
     paths = "HOSTFILE PROLOG EPILOG TASK_PROLOG TASK_EPILOG"

@@ -34,7 +34,7 @@ def attempt(tmp_path: Path, stubs: Stubs) -> Attempt:
 
 
 def environment(attempt: Attempt, **added: str) -> dict[str, str]:
-    note = str(stop_note.path(attempt))
+    note = f"7:{stop_note.path(attempt)}"
     return launchers.with_hook(
         {**os.environ, "SLURM_JOB_ID": "7", "RECIPES_STOP_NOTE": note, **added}
     )
@@ -78,7 +78,8 @@ def test_a_requeue_of_the_own_job_writes_the_stop_note(
         (["requeue"], {"SLURM_JOB_ID": ""}),
         (["show", "job", "7"], {}),
         (["hold", "7"], {}),
-        (["requeue", "7"], {"RECIPES_STOP_NOTE": "/no/such/note"}),
+        (["requeue", "8"], {"SLURM_JOB_ID": "8"}),  # a job that the program has submitted
+        (["requeue", "7"], {"RECIPES_STOP_NOTE": "7:/no/such/note"}),
         (["requeue", "7", "a b"], {"RECIPES_STOP_NOTE": ""}),
     ],
 )

@@ -41,6 +41,7 @@ def test_the_users_number_of_threads_is_kept(
     expected: str | None,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     if exported:
         monkeypatch.setenv("OMP_NUM_THREADS", exported)
     settings = SimpleNamespace(run=SimpleNamespace(cpu_threads=cpu_threads))
@@ -48,3 +49,4 @@ def test_the_users_number_of_threads_is_kept(
     launch: Any = SimpleNamespace(through="rank", on_cpu=False)
     variables = script.variables(start, Attempt(Path("/run"), 0), launch)
     assert variables.get("OMP_NUM_THREADS") == expected
+    assert variables["RECIPES_STOP_NOTE"] == "7:/run/attempts/0000/stop.json"
