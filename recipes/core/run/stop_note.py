@@ -6,10 +6,13 @@ Standard library only.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.core.run.attempt import Attempt
+
+LENGTH = 256  # characters of the file: a reader finds the earlier note or the new one
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ def path(attempt: Attempt) -> Path:
 
 
 def write(attempt: Attempt, note: StopNote) -> None:
-    """Writes the note into the existing file, if there is one. Raises OSError.
+    """Writes the note into the existing file, if there is one, over the whole earlier note. Raises
+    OSError.
 
     A network file system may hide a new file for a minute, but not the new content of a known file.
     """
-    with open(path(attempt), "w") as file:
-        file.write(json.dumps(asdict(note)))
+    descriptor = os.open(path(attempt), os.O_WRONLY | os.O_CREAT, 0o666)
+    with open(descriptor, "w") as file:
+        file.write(json.dumps(asdict(note)).ljust(LENGTH))
 
 
 def read(attempt: Attempt) -> StopNote:

@@ -25,19 +25,24 @@ def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_note_is_written_into_the_same_file(tmp_path: Path) -> None:
-    """A network file system may hide a new file for a minute."""
+    """A network file system may hide a new file for a minute. The file is never cut, since a reader
+    could find an empty one.
+    """
     attempt = helpers.attempt(tmp_path)
     stop_note.write(attempt, StopNote(before_s=30.0))
     with open(stop_note.path(attempt)) as reader:
         stop_note.write(attempt, NOTE)
         assert '"SIGUSR2"' in reader.read()
+    size = stop_note.path(attempt).stat().st_size
+    stop_note.write(attempt, StopNote())
+    assert stop_note.path(attempt).stat().st_size == size
 
 
 @pytest.mark.parametrize("length", [0, 1, 30, -1])
 def test_a_note_that_is_being_written_counts_as_empty(tmp_path: Path, length: int) -> None:
     attempt = helpers.attempt(tmp_path)
     stop_note.write(attempt, NOTE)
-    whole = stop_note.path(attempt).read_text()
+    whole = stop_note.path(attempt).read_text().rstrip()
     stop_note.path(attempt).write_text(whole[:length])
     assert stop_note.read(attempt) == StopNote()
 
