@@ -275,7 +275,8 @@ def run_rank(
     with _copied_to(log):
         if is_first:
             introduce(start, attempt.run_dir, launch)
-        attempts.note_rank(attempt, rank, own_task, HOST, None)
+        with files.writing_to(attempt.run_dir, "run_dir"):
+            attempts.note_rank(attempt, rank, own_task, HOST, None)
         ended = supervise.run(
             launch.program,
             start.settings.config.workdir,
@@ -307,7 +308,8 @@ def run_rank(
 
 
 def _copied_to(log: Path) -> "contextlib.AbstractContextManager[object]":
-    trust.own_folder(log.parent, is_listed=False)
+    with files.writing_to(log.parents[1], "run_dir"):
+        trust.own_folder(log.parent, is_listed=False)
     return logs.copied_to(log)
 
 

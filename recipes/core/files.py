@@ -198,7 +198,12 @@ def writing_to(folder: Path, key: str) -> Iterator[None]:
         if is_full(error):
             fix = f"free some space there, or {fix}"
         line = f"{key}={str(folder)!r}: cannot be written ({error.strerror or error}): {fix}"
-        raise (DiskFull if is_full(error) else MachineError)(line) from None
+        raise machine_error(error, line) from None
+
+
+def machine_error(error: OSError, line: str) -> MachineError:
+    """The MachineError with this line for an OSError; a DiskFull if `is_full`."""
+    return (DiskFull if is_full(error) else MachineError)(line)
 
 
 def is_full(error: OSError) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TextIO
 
 from recipes.core import files
-from recipes.core.errors import MachineError
 from recipes.core.run import signals
 
 
@@ -31,10 +30,11 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
         if log.tell():
             log.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:
-        raise MachineError(
+        line = (
             f"run_dir={path.parents[1]}: {path.name} cannot be written on {socket.gethostname()} "
             f"({error.strerror}): give another run_dir"
-        ) from None
+        )
+        raise files.machine_error(error, line) from None
     terminal = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() else None
     copies = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

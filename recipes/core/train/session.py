@@ -26,7 +26,6 @@ from recipes.core.errors import (
     EXIT_CRASH,
     EXIT_DONE,
     EXIT_REQUEUE,
-    DiskFull,
     InputError,
     MachineError,
     one_line,
@@ -105,8 +104,7 @@ def run(main: Main, start: Start) -> NoReturn:
     except (InputError, MachineError) as error:
         code = _refuse(start, error)
     except OSError as error:
-        error_class = DiskFull if files.is_full(error) else MachineError
-        code = _refuse(start, error_class(f"{host}: {one_line(error)}"))
+        code = _refuse(start, files.machine_error(error, f"{host}: {one_line(error)}"))
     except torch.distributed.DistError as error:
         lost = f"rank {info.rank} lost its peers before the run began"
         print(f"{recipe}: {lost}: {torch_errors.peer_text(error)}", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""The environment of a user's program."""
+"""The environment of a user's program, and what it needs before it starts."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes import script
+from recipes.core.errors import DiskFull
 from recipes.core.place import ranks
 from recipes.core.run.attempt import Attempt
 
@@ -50,3 +53,21 @@ def test_the_users_number_of_threads_is_kept(
     variables = script.variables(start, Attempt(Path("/run"), 0), launch)
     assert variables.get("OMP_NUM_THREADS") == expected
     assert variables["RECIPES_STOP_NOTE"] == "7:/run/attempts/0000/stop.json"
+
+
+def test_a_full_disk_before_the_program_starts_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*words: object, **names: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    start: Any = SimpleNamespace(ranks=ranks.detect(TWO))
+    launch: Any = None
+    monkeypatch.setattr(script.look, "answer_requests", lambda *words: None)
+    monkeypatch.setattr(script.trust, "own_folder", full)
+    with pytest.raises(DiskFull, match=f"^run_dir='{tmp_path}': cannot be written"):
+        script.run_rank(start, Attempt(tmp_path, 0), launch, False, 0)
+    monkeypatch.setattr(script, "_copied_to", lambda log: contextlib.nullcontext())
+    monkeypatch.setattr(script.attempts, "note_rank", full)
+    with pytest.raises(DiskFull, match=f"^run_dir='{tmp_path}': cannot be written"):
+        script.run_rank(start, Attempt(tmp_path, 0), launch, False, 0)
