@@ -82,6 +82,8 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
         return EXIT_DONE
     if len(runs) > 1:
         runs = [run for run in runs if run.state in UNFINISHED]
+    if not runs:
+        raise InputError("resume: none of these runs was stopped or has failed: name one of them")
     added = [f"{key}={value}" for key, value in options.items()]
     every = [to_resume(run, added) for run in runs]  # before one is submitted
     for run, arguments in zip(runs, every, strict=True):

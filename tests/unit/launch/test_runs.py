@@ -513,6 +513,15 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     assert "lr=1" not in words
 
 
+def test_a_resume_of_several_runs_says_if_none_can_be_resumed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    line = "^resume: none of these runs was stopped or has failed: name one of them$"
+    with pytest.raises(InputError, match=line):
+        run_commands.command(["resume", "11", "12"], root, {})
+
+
 def test_a_run_whose_snapshot_was_removed_is_not_submitted(root: Path, stubs: Stubs) -> None:
     code = root / "runs/code/copy"
     folder = root / "runs/mnist/20"
