@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files
-from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError
+from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, jobs
 from recipes.core.run import attempt as attempts
@@ -122,6 +122,9 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
         client.requeue(job_id, environment.restarts(environ))
     except (OSError, subprocess.SubprocessError) as error:
         return f"a requeue that excludes them failed ({client.said(error)}): {by_hand}"
+    attempt = attempts.given(environ)
+    if attempt:
+        directory.note_next(attempt.run_dir, Next.requeued, attempt.number)
     try:
         client.exclude(job_id, excluded)
     except (OSError, subprocess.SubprocessError) as error:

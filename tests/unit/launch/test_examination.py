@@ -12,6 +12,7 @@ import pytest
 from recipes.core import errors
 from recipes.core.launch import bad_nodes, examination
 from recipes.core.run import attempt as attempts
+from recipes.core.run import directory
 from recipes.core.run import spec as specs
 from tests import helpers
 from tests.helpers import ROOT
@@ -87,8 +88,11 @@ def test_a_requeue_leaves_out_bad_nodes(
 ) -> None:
     """First Slurm is asked whether the job could run without them."""
     (stubs.folder / "runs").mkdir()
-    refused = {attempts.VARIABLE: str(helpers.attempt(script_job.run_dir, step=None).folder)}
+    attempt = helpers.attempt(script_job.run_dir, step=None)
+    directory.write_status(attempt.run_dir, "failed", attempt=0, step=3)  # with restarts=
+    refused = {attempts.VARIABLE: str(attempt.folder)}
     assert script_job.examine(SLURM_CLUSTER_NAME="c", **refused) == errors.EXIT_MACHINE
+    assert directory.read_status(attempt.run_dir)["next"] == "requeued"
     line = "bad nodes: n2,n3; requeued without them (requeues left: 1)"
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
