@@ -102,7 +102,7 @@ def test_only_the_elements_of_a_sweep_that_were_killed_are_resumed(
 
 @pytest.mark.long
 def test_a_ready_script_is_resumed_with_its_options(slurm: Cluster, repo: Path) -> None:
-    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0")
+    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--mem=1500M")
     log = repo / "ready.out"
     words = [word for word in KEYS if not word.startswith("recipe=")]
     job = jobs.sbatch(slurm, repo, log, *options, "sbatch/mnist_2x8.sh", *words)
@@ -114,4 +114,5 @@ def test_a_ready_script_is_resumed_with_its_options(slurm: Cluster, repo: Path) 
     wait_for(slurm, repo, job, "running")
     (record,) = slurm.jobs(again)
     assert record["NumNodes"] == "1"
+    assert record["MinMemoryNode"] == "1500M"
     launch(slurm, repo, "cancel", job)

@@ -128,6 +128,9 @@ def _describe(
     """Writes job.sh and job.yaml. The recipe reports a run directory that cannot be written."""
     with contextlib.suppress(OSError):
         text = script.read_bytes()
+        options = jobs.options_of(job, text.decode(errors="replace"))
+        if settings.run.spare or settings.run.min_nodes:  # Slurm does not show this option
+            options.append("--no-kill")
         jobs.record(
             run_dir,
             text,
@@ -137,7 +140,7 @@ def _describe(
             root=str(source.home(ROOT)),
             code=str(code),
             log=job.log,
-            options=jobs.options_of(job, text.decode(errors="replace")),
+            options=options,
             variables=jobs.of_site(environ),
         )
 

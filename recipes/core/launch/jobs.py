@@ -40,6 +40,10 @@ OF_SUBMISSION = (
     "partition",
     "account",
     "qos",
+    "constraint",
+    "mem",
+    "mem-per-cpu",
+    "mem-per-gpu",
 )
 # The variables that a script is submitted again with. A script of launch.py exports most of them.
 OF_SITE = (
@@ -109,8 +113,8 @@ def of_site(environ: Environ) -> dict[str, str]:
 
 
 def options_of(job: jobstate.Job, text: str) -> list[str]:
-    """Options of sbatch that submit the script of this job again: its size, time and partition.
-    text: of the script.
+    """Options of sbatch that submit the script of this job again: its size, time, partition and
+    memory. text: of the script.
 
     [] for a script that launch.py has submitted, which has them, and if the job is not known.
     """

@@ -708,7 +708,7 @@ def test_a_ready_script_is_submitted_again_with_its_site_and_container(
     with monkeypatch.context() as in_job:
         for name, value in site.items():
             in_job.setenv(name, value)
-        begin(tmp_path, PATH=os.environ["PATH"], **site)
+        begin(tmp_path, "restarts=1", "min_nodes=1", PATH=os.environ["PATH"], **site)
     folder = tmp_path / "run"
     run = runs.read(folder, {})
     arguments = run_commands.to_resume(run, [])
@@ -718,6 +718,7 @@ def test_a_ready_script_is_submitted_again_with_its_site_and_container(
     assert {f"{name}={value}" for name, value in site.items()} <= set(submitted)
     described = json.loads((folder / "job.yaml").read_text())
     assert (described["job_id"], described["variables"]) == ("8", site)
+    assert "--no-kill" in stubs.calls("sbatch")[0]
 
 
 def test_an_environment_is_found_from_every_folder(

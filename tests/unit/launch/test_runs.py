@@ -544,6 +544,8 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    Partition=gpu AllocNode:Sid=login:1 Account=(null) QOS=(null) TimeLimit=00:30:00
    NumNodes=2 NumCPUs=16 NumTasks=4 CPUs/Task=4 ReqB:S:C:T=0:0:*:*
    Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
+   MinCPUsNode=8 MinMemoryNode=4G MinTmpDiskNode=0
+   Features=a100 DelayBoot=00:00:00
    Command=/r/sbatch/mnist_2x8.sh lr=1
    TresPerNode=gres:gpu:2"""
     (job,) = jobstate.parse(text)
@@ -554,7 +556,16 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
         "--cpus-per-task=4",
         "--time=00:30:00",
         "--partition=gpu",
+        "--constraint=a100",
+        "--mem=4G",
     ]
+    for printed, typed in (
+        ("MinMemoryCPU=500M", "--mem-per-cpu=500M"),
+        ("MinMemoryNode=0", "--mem=0"),
+        ("MinMemoryNode=0 MemPerTres=gres:gpu:300", "--mem-per-gpu=300"),
+    ):
+        (other,) = jobstate.parse(text.replace("MinMemoryNode=4G", printed))
+        assert jobs.options_of(other, script)[-1] == typed
     (total,) = jobstate.parse(text.replace("S:C=2:0", "S:C=0:0").replace("gres:gpu:2", "(null)"))
     of_job = jobs.options_of(total, script)
     assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
