@@ -310,8 +310,11 @@ def cancel(run: Run) -> str:
         pid = facts["process"]["pid"]
         os.kill(pid, signal.SIGTERM)
         return f"process {pid} was asked to save and end"
-    if not run.job or run.job not in jobs:
+    if facts in marked and not run.job:
+        problem = f"runs on {facts['process']['host']}: type this command there"
+    elif run.job not in jobs:
         problem = "names no job that you have started; to cancel a job of yours, type scancel JOB"
+    if problem:
         raise MachineError(f"{_short(run.folder)}: {problem}")
     try:
         client.cancel(run.job)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from recipes.core.errors import (
     next_of,
     shown,
 )
+from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, efficiency, in_use, ledger, outlook, record, rows, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
@@ -86,8 +88,6 @@ def in_queue(
     if run.state is State.running:
         if is_cancelled:
             return State.cancelled, "it ended before it wrote its final status"
-        if alive is None and not has_job:
-            return State.lost, "see recipes.doctor explain"
         return State.lost, "it ended without a final status"
     if is_cancelled:
         return State.cancelled, "before it began"
@@ -112,6 +112,9 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     job_id = outlook.newest(ids, {key: line.state in jobstate.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
     alive = False if facts in copied else in_use.is_running(facts)
+    owner = attempts.owner(folder)
+    if alive is None and owner and not ids:  # it is on another machine
+        alive = time.time() - attempts.newest_heartbeat(owner) < in_use.WATCH_S
     state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
     notes = [note, f"a copy of {copied[0].get('run_dir')}" if copied else ""]
     if state is State.unknown and elsewhere:

@@ -177,9 +177,11 @@ def describe(
     """Writes ``opened.json``. Rank 0 replaces that of its parent when the hosts of all ranks are
     known. Raises OSError.
     """
-    job = environment.job_id(environ)
-    pid = os.getpid()
     opened = attempt.read("opened.json")
+    launch = opened.get("launch") or launch or directory.launch_id(environ)
+    # launcher=local in an allocation of salloc is no job: it ends before the allocation does
+    job = environment.job_id(environ) if launch == directory.launch_id(environ) else ""
+    pid = os.getpid()
     requested = {
         "cpus": environment.cpus_on_node(environ),
         "memory_mb": environment.memory_mb(environ),
@@ -189,7 +191,7 @@ def describe(
     content = {
         "recipe": recipe,
         "run_dir": os.path.realpath(attempt.run_dir),
-        "launch": opened.get("launch") or launch or directory.launch_id(environ),
+        "launch": launch,
         "job": job or None,
         "cluster": environment.cluster(environ) if job else None,  # None: outside Slurm
         **{name: value for name, value in requested.items() if job and value is not None},

@@ -472,6 +472,21 @@ def test_a_local_run_is_asked_to_save(root: Path) -> None:
         sleeper.kill()
 
 
+def test_a_local_run_on_another_machine_is_known_by_its_heartbeat(root: Path) -> None:
+    folder = begun(root / "runs/mnist/there", job="")
+    attempt = attempts.owner(folder)
+    assert attempt
+    facts = helpers.read(attempt.folder, "opened")
+    facts["process"] |= {"host": "there", "place": "of another machine"}
+    files.write_json(attempt.folder / "opened.json", directory.marked(folder, facts))
+    assert runs.read(folder, {}).state == "running"
+    with pytest.raises(MachineError, match="runs on there: type this command there"):
+        run_commands.cancel(runs.read(folder, {}))
+    before = time.time() - 60
+    os.utime(attempt.folder / "opened.json", (before, before))
+    assert runs.read(folder, {}).state == "lost"
+
+
 def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
     """job.yaml names a job that is still to begin, or, if a later one did not write it, one that
     has ended.

@@ -78,6 +78,17 @@ def test_rank_0_adds_the_hosts_and_keeps_what_its_parent_has_noted(tmp_path: Pat
     assert kept == ("x.1", 5.0, 9.0, ["a", "b"])
 
 
+def test_a_local_run_in_an_allocation_is_not_its_job(tmp_path: Path) -> None:
+    """`launch.py cancel` would cancel the allocation."""
+    environ = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
+    attempt = attempts.open_next(tmp_path, "mnist", environ, launch="host.1.2")
+    attempts.describe(attempt, "mnist", environ, ("a",))
+    assert (attempt.facts()["job"], attempt.facts()["cluster"]) == (None, None)
+    attempt = attempts.open_next(tmp_path, "mnist", environ)
+    attempts.describe(attempt, "mnist", environ, ("a",))
+    assert (attempt.facts()["job"], attempt.facts()["cluster"]) == ("7", "c")
+
+
 def test_of_a_program_the_hosts_of_running_ranks_are_known(tmp_path: Path) -> None:
     attempt = helpers.attempt(tmp_path, hosts=())
     for rank, host, ended in ((0, "a", None), (1, "b", 8.0), (2, "c", None)):
