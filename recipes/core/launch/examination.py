@@ -23,9 +23,6 @@ from recipes.core.variables import Environ
 
 JUDGE = (sys.executable, "-m", "recipes.doctor", "judge")
 DOCTOR_S = 240.0  # timeout for the doctor, which ends by itself after half of this time
-
-# Options of sbatch that select nodes. Those that were typed are in no script.
-OPTIONS = ("qos", "constraint", "time", "nodes", "partition", "account", "reservation")
 # in the run directory: how often the job was requeued without bad nodes
 COUNT = "doctor/requeues.json"
 
@@ -145,6 +142,5 @@ def _require_other_nodes(script: Path, excluded: str, job: Job) -> None:
     # with a range, Slurm may choose another number of nodes than before
     is_range = re.search(r"^#SBATCH --nodes=\d+-", text, re.MULTILINE)
     words = jobs.options_of(job, text)
-    words += [f"--{name}={job.options[name]}" for name in OPTIONS if name in job.options]
     words = [word for word in words if not (is_range and word.startswith("--nodes="))]
-    client.try_script(text, [*dict.fromkeys(words), f"--exclude={excluded}"])
+    client.try_script(text, [*words, f"--exclude={excluded}"])

@@ -41,6 +41,7 @@ OF_SUBMISSION = (
     "account",
     "qos",
     "constraint",
+    "reservation",
     "mem",
     "mem-per-cpu",
     "mem-per-gpu",

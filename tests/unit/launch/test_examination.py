@@ -97,15 +97,7 @@ def test_a_requeue_leaves_out_bad_nodes(
     assert line in capfd.readouterr().err
     assert line in helpers.failure(script_job.run_dir, 0)["error"]
     assert set(bad_nodes.known(stubs.folder, "c")) == {"n2", "n3"}
-    options = [
-        "--qos=high",
-        "--constraint=a100",
-        "--time=00:07:00",
-        "--nodes=2",
-        "--partition=gpu",
-        "--reservation=r1",
-    ]
-    assert stubs.calls("sbatch") == [["--test-only", *options, "--exclude=n1,n2,n3"]]
+    assert stubs.calls("sbatch") == [["--test-only", "--exclude=n1,n2,n3"]]
     assert (stubs.folder / "asked").read_text() == SCRIPT.format("")
     assert "SLURM_NTASKS" not in (stubs.folder / "sbatch.env").read_text()
     asked = [call for call in stubs.calls("scontrol") if call[0] != "show"]
@@ -144,10 +136,13 @@ def test_a_ready_script_is_tried_with_the_size_that_was_typed(
     """On nodes of four GPUs, Slurm would refuse the eight of the script."""
     (script_job.run_dir / "job.sh").write_text("#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n")
     size = "NumNodes=2 CPUs/Task=5 NtasksPerN:B:S:C=4:0:*:* TresPerNode=gres/gpu:4"
-    stubs.add("scontrol", f"[ $1 != show ] || echo 'JobId=7 {size}'")
+    nodes = "Partition=gpu QOS=high Reservation=r1 Features=a100 TimeLimit=00:07:00"
+    stubs.add("scontrol", f"[ $1 != show ] || echo 'JobId=7 {size} {nodes}'")
     script_job.examine()
     [call] = stubs.calls("sbatch")
     typed = ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=5"]
+    typed += ["--time=00:07:00", "--partition=gpu", "--qos=high"]
+    typed += ["--constraint=a100", "--reservation=r1"]
     assert call == ["--test-only", *typed, "--exclude=n2,n3"]
 
 
