@@ -66,19 +66,8 @@ def key(
     paths). not_inherited: a resumed run does not inherit the value. instead: what to give to sbatch
     instead of this key.
     """
-    meta = {
-        "help": help,
-        "low": low,
-        "high": high,
-        "pattern": pattern,
-        "form": form,
-        "values": values,
-        "path": path,
-        "may_change": may_change,
-        "not_inherited": not_inherited,
-        "instead": instead,
-    }
-    return dataclasses.field(default=default, metadata=meta)
+    meta = locals()  # each argument by its name
+    return dataclasses.field(default=meta.pop("default"), metadata=meta)
 
 
 def default(cls: type, name: str, value: Any) -> Any:
