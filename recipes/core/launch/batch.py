@@ -405,7 +405,7 @@ def requeue(attempt: Attempt, step: int, max_requeues: int, environ: Environ) ->
         # begin a moment later.
         directory.note_next(attempt.run_dir, decided or Next.requeued, attempt.number)
         if not decided:
-            client.requeue(job_id, restarts)
+            client.requeue(environ)
             return f"requeued (restart {restarts + 1} of at most {max_requeues})"
     except (MachineError, OSError, subprocess.SubprocessError) as error:
         directory.note_next(attempt.run_dir, Next.requeue_failed, attempt.number)

@@ -116,7 +116,7 @@ def requeue_without(bad: str, most: int, run_dir: Path, environ: Environ) -> str
     try:
         _require_other_nodes(run_dir / "job.sh", excluded, job)
         files.write_json(run_dir / COUNT, {"job_id": job_id, "count": count + 1})
-        client.requeue(job_id, environment.restarts(environ))
+        client.requeue(environ)
     except (OSError, subprocess.SubprocessError) as error:
         return f"a requeue that excludes them failed ({client.said(error)}): {by_hand}"
     attempt = attempts.given(environ)

@@ -165,16 +165,18 @@ def said(error: Exception) -> str:
     return shown(" ".join(str(getattr(error, "stderr", "") or error).split()), 300)
 
 
-def requeue(job_id: str, restarts: int) -> None:
-    """Requeues a job that has been requeued ``restarts`` times. Raises OSError and SubprocessError,
-    unless Slurm has done it anyway.
+def requeue(environ: Environ) -> None:
+    """Requeues the job of this process. Raises OSError and SubprocessError, unless Slurm has done
+    it anyway.
     """
+    job_id = environment.job_id(environ)
     try:
         _call("scontrol", "requeue", job_id).check_returncode()
     except subprocess.SubprocessError:
         with contextlib.suppress(MachineError):
             job = find(job_id)
-            if job and job.after_start(restarts) in (Next.requeued, Next.held):
+            next_step = job and job.after_start(environment.restarts(environ))
+            if next_step in (Next.requeued, Next.held):
                 return
         raise
 

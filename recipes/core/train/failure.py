@@ -267,8 +267,7 @@ def _requeue_without_first_node(run: Run) -> None:
     mine = ranks.nodes[ranks.node_rank]
     if client.silent_nodes([first, mine]) == {first}:
         print(f"the first node, {first}, does not answer: the job is requeued", file=sys.stderr)
-        job_id = environment.job_id(os.environ)
-        client.requeue(job_id, environment.restarts(os.environ))
+        client.requeue(os.environ)
 
 
 def cause_of(error: BaseException, stop: str = "") -> Cause:

@@ -236,10 +236,10 @@ def test_a_call_that_fails_twice_is_repeated(stubs: Stubs) -> None:
 def test_a_requeue_whose_answer_is_lost_counts_as_done(stubs: Stubs) -> None:
     for state in ("RUNNING Restarts=3", "PENDING Priority=0", "PENDING Priority=4"):
         stubs.add("scontrol", f"[ $1 = show ] || exit 1; echo JobId=7 JobState={state}")
-        client.requeue("7", 2)
+        client.requeue({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
     stubs.add("scontrol", "[ $1 = show ] || exit 1; echo JobId=7 JobState=RUNNING Restarts=2")
     with pytest.raises(subprocess.CalledProcessError):
-        client.requeue("7", 2)
+        client.requeue({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
 
 
 def test_the_steps_of_a_job_are_ended_without_its_batch_script(stubs: Stubs) -> None:
