@@ -149,23 +149,22 @@ class Run:
 
     def _start(self, load_s: float = 0.0) -> None:
         if self.world.rank == 0:
-            attempts.check_owner(self.attempt)
+            self.commit = source.commit(files.ROOT)
+            diff = source.difference(files.ROOT)
+            path = self.checkpoints.resumed_from
+            is_own = path is not None and path.parent == self.checkpoints.target
+            attempts.begin(self.attempt, self.step, is_own, load_s=load_s)
+            # From here on, this attempt owns the run; before, another one may write these files.
+            if path and is_own and self.keys.resume != "auto":
+                # the run may have been resumed from an earlier step
+                checkpoint.point(path, "latest", self.attempt.staging)
             files.remove_temporary(self.checkpoints.target)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
-            self.commit = source.commit(files.ROOT)
             (self.dir / source.DIFF).unlink(missing_ok=True)
-            diff = source.difference(files.ROOT)
             for folder in (self.dir, self.attempt.folder) if diff else ():
                 files.write_bytes(folder / source.DIFF, diff)
-
-            path = self.checkpoints.resumed_from
-            is_own = path is not None and path.parent == self.checkpoints.target
-            if path and is_own and self.keys.resume != "auto" and not self.settings.config.evaluate:
-                # the run may have been resumed from an earlier step
-                checkpoint.point(path, "latest")
-            attempts.begin(self.attempt, self.step, is_own, load_s=load_s)
             self.rows = metrics.Rows(self.dir / "metrics.jsonl")
             attempts.write_status(self.attempt, "running", self.step)
         self.is_running = True

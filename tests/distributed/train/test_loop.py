@@ -29,7 +29,7 @@ from recipes.conf.mnist import Config
 from recipes.core import errors
 from recipes.core.config.run_keys import Dtype, Mode
 from recipes.core.data.sampling import GlobalBatches, Part
-from recipes.core.errors import InputError, Kind, RunError
+from recipes.core.errors import InputError, Kind, MachineError, RunError
 from recipes.core.launch import local
 from recipes.core.launch.local import Layout
 from recipes.core.place import keepalive
@@ -624,6 +624,28 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(
     line = f"^evaluate=true: {tmp_path} has no checkpoint: give the run_dir="
     with pytest.raises(InputError, match=line):
         Trained(tmp_path).run(evaluate=True)
+
+
+def test_a_start_that_is_refused_changes_no_file_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another step of the job begins the attempt while this one reads its checkpoint."""
+    trained = Trained(tmp_path, values=[0.9, 0.5])
+    trained.run(resumes=True, epochs=2)
+    (tmp_path / "code.diff").touch()
+    (tmp_path / "checkpoints/.latest.a.7.0123abcd").touch()  # it is being written
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in paths}
+
+    def begin(root: Path) -> None:
+        newest = attempts.newest(tmp_path)
+        assert newest
+        (newest.folder / "begun.json").touch()
+
+    monkeypatch.setattr(source, "commit", begin)
+    with pytest.raises(MachineError, match="another Slurm step of this job has begun"):
+        trained.run(resumes=True, epochs=3, resume="best")
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("chosen", ["never", "best", "checkpoints/step-00000002.pt"])
