@@ -209,7 +209,9 @@ def test_after_a_kill_at_any_write_of_a_save_the_old_or_new_checkpoint_is_valid(
 def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoint_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    """strategy=fsdp: a later attempt writes the same step with another number of ranks."""
+    """strategy=fsdp: the same attempt saves the same step again, or a later attempt does with
+    another number of ranks.
+    """
 
     def taken_apart(content: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         numbered = {"w": {sharding.NUMBER: 0}}
@@ -218,15 +220,16 @@ def test_after_a_kill_between_the_files_of_several_ranks_the_old_or_new_checkpoi
     monkeypatch.setattr(sharding, "taken_apart", taken_apart)
     content = {**EMPTY, "meta": {"step": 2, "config": {}}}
 
-    def save(attempt: int, ranks: int, files_written: int) -> None:
+    def save(checkpoint_id: int, ranks: int, files_written: int) -> None:
         for number in [*range(1, ranks), 0][:files_written]:
-            w = torch.full((6 // ranks,), float(10 * attempt + number))
-            place = {"number": number, "count": ranks, "attempt": attempt}
+            w = torch.full((6 // ranks,), float(10 * checkpoint_id + number))
+            place = {"number": number, "count": ranks}
             saver = checkpoint.Saver(tmp_path, tmp_path, lambda path, step: None, 1, **place)
-            saver.save({**content, "model": {"w": w}})
+            saver.save({**content, "model": {"w": w}}, checkpoint_id=str(checkpoint_id))
             saver.wait()
 
     save(0, 2, 2)
+    save(2, 2, 1)
     save(1, 3, 1 if after == "rows of rank 1" else 3)
     (path,) = checkpoint.candidates(tmp_path)
     w = sharding.whole(checkpoint.read(path))["model"]["w"].tolist()

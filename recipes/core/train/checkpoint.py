@@ -34,8 +34,9 @@ from recipes.core.train import sharding
 Content = dict[str, Any]  # of a checkpoint, as docs/run-directory.md describes it
 LONGEST_NAME = 4096  # bytes of the file that names a checkpoint
 NAME = re.compile(r"step-(\d{8,})\.pt")
-# Attempt, number, count: no attempt replaces a file of an earlier one.
-ROWS = re.compile(r"step-(\d{8,})\.\d+-\d+of\d+\.rows")
+# ID of the checkpoint, number, count: no checkpoint replaces a file of another one. Earlier
+# versions wrote the number of the attempt in place of the ID.
+ROWS = re.compile(r"step-(\d{8,})\.[0-9a-f]+-\d+of\d+\.rows")
 NUMPY_STATE = ("name", "keys", "position", "has_gauss", "gauss")  # as numpy.random.get_state()
 
 
@@ -170,9 +171,9 @@ class Saver:
     removed; on rank 0 only.
 
     number: 0 for the rank that writes the file with the name of the checkpoint; the others write
-    their rows. count: ranks that divide the model. attempt: number of the attempt. wrote: tells
-    that this rank's rows of a step are on disk. await_rows: waits until those of all others are,
-    and raises MachineError if they are not in time.
+    their rows. count: ranks that divide the model. wrote: called with the name of the file of this
+    rank's rows when it is on disk. await_rows: waits until the files of all others, with these
+    names, are, and raises MachineError if they are not in time.
     """
 
     folder: Path
@@ -182,9 +183,8 @@ class Saver:
     keep_every_steps: int = 0
     number: int = 0
     count: int = 1
-    attempt: int = 0
-    wrote: Callable[[int], None] = lambda step: None
-    await_rows: Callable[[int], None] = lambda step: None
+    wrote: Callable[[str], None] = lambda name: None
+    await_rows: Callable[[Sequence[str]], None] = lambda names: None
 
     def __post_init__(self) -> None:
         self._copy = HostCopy()
@@ -227,20 +227,21 @@ class Saver:
     def _write(self, content: Content, step: int, best: bool) -> None:
         # of the rows of the other ranks
         names = [
-            f"step-{step:08d}.{self.attempt}-{number}of{self.count}.rows"
+            f"step-{step:08d}.{content['id']}-{number}of{self.count}.rows"
             for number in range(1, self.count)
         ]
         with files.writing_to(self.folder.parent, "run_dir"):
             self._copy.wait()
             if self.number:
-                _write_file(self.folder / names[self.number - 1], content, self.staging)
-                self.wrote(step)
+                name = names[self.number - 1]
+                _write_file(self.folder / name, content, self.staging)
+                self.wrote(name)
                 return
             if "rows" in content:
-                self.await_rows(step)
+                self.await_rows(names)
                 content["parts"] = names
             path = write(self.folder, content, self.staging, best=best)
-            # rows that earlier attempts wrote at this step
+            # rows of other checkpoints of this step
             for rows in self.folder.glob(f"step-{step:08d}.*.rows"):
                 if ROWS.fullmatch(rows.name) and rows.name not in names:
                     rows.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ them.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ class Checkpoints:
                 keys.keep_every_steps,
                 number=rank,
                 count=self.shared_by,
-                attempt=self.attempt.number,
-                wrote=self._wrote_rows,
+                wrote=lambda name: self.world.store.set(name, ""),
                 await_rows=self._await_rows,
             )
 
@@ -141,22 +140,19 @@ class Checkpoints:
             except (InputError, MachineError, OSError) as error:
                 self.console.warn(f"tensorboard=true: {error}")
 
-    def _wrote_rows(self, step: int) -> None:
-        self.world.store.set(f"rows/{step}/{self.world.rank}", "")
-
-    def _await_rows(self, step: int) -> None:
-        """Waits until the other ranks that share the model have written their rows. Called in the
-        thread of rank 0's saver.
+    def _await_rows(self, names: Sequence[str]) -> None:
+        """Waits until the other ranks that share the model have written their rows, to files with
+        these names. Called in the thread of rank 0's saver.
         """
         timeout_s = self.settings.run.timeout_s
         end = self.world.clock.now() + timeout_s
-        for rank in range(1, self.shared_by):
-            while not self.world.store.check([f"rows/{step}/{rank}"]):
+        for rank, name in enumerate(names, 1):
+            while not self.world.store.check([name]):
                 if self.world.clock.now() > end:
                     host = self.world.hosts[rank]
                     raise MachineError(
-                        f"rank {rank} on {host} has not written its part of the checkpoint "
-                        f"of step {step} within {timeout_s:g} s (timeout_s)"
+                        f"rank {rank} on {host} has not written its part of a checkpoint, {name}, "
+                        f"within {timeout_s:g} s (timeout_s)"
                     )
                 time.sleep(ROWS_S)
 

@@ -127,13 +127,14 @@ def test_the_wait_for_rows_of_other_ranks_does_not_count_a_suspension(
         store=SimpleNamespace(check=lambda names: next(written)),
     )
     settings = SimpleNamespace(run=SimpleNamespace(timeout_s=500.0))
-    checkpoints: Any = SimpleNamespace(settings=settings, world=world, shared_by=2)
+    checkpoints: Any = SimpleNamespace(settings=settings, world=world)
+    names = ["step-00000007.0a-1of2.rows"]
     if is_suspended:
-        saving.Checkpoints._await_rows(checkpoints, 7)
+        saving.Checkpoints._await_rows(checkpoints, names)
         return
-    line = r"^rank 1 on b has not written its part of the checkpoint of step 7 within 500 s"
+    line = rf"^rank 1 on b has not written its part of a checkpoint, {names[0]}, within 500 s"
     with pytest.raises(MachineError, match=line):
-        saving.Checkpoints._await_rows(checkpoints, 7)
+        saving.Checkpoints._await_rows(checkpoints, names)
 
 
 def test_free_space_is_checked_before_the_state_is_copied(
