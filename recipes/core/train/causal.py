@@ -310,7 +310,7 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
         fix = "give a run of llm, or a checkpoint in its run directory"
         raise InputError(f"{path}: {str(folder)!r} has no config.json: {fix}")
     weights = trained.weights_of(content)
-    added = {name: value for name, value in weights.items() if name.endswith((DOWN, UP))}
+    added = {name: value.clone() for name, value in weights.items() if name.endswith((DOWN, UP))}
     library = hub.transformers()
     with hub.opened(str(folder)) as opened:
         trust = hub.allows_code(str(folder), opened, allow_code)

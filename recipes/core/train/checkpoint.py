@@ -335,8 +335,8 @@ def read(path: Path | str) -> Content:
     """The content of a checkpoint, on the CPU. Raises InputError (one line) if a file is damaged or
     not a checkpoint.
 
-    The files of several ranks are mapped into memory, and each divided tensor is a
-    `sharding.Divided`.
+    Its tensors are parts of the files, mapped into memory: the ranks of a node share these pages.
+    Copy what you keep, since the files may be removed. A divided tensor is a `sharding.Divided`.
     """
     path = Path(path)
     content = _read_file(path)
@@ -386,7 +386,7 @@ def _read_file(path: Path) -> Any:
             place = Path(f"/proc/self/fd/{file.fileno()}")  # another user could exchange ``path``
             if not place.is_file():  # such as a pipe, which would block
                 raise InputError(f"checkpoint {path}: is not a file")
-            return _load(place, mmap=ROWS.fullmatch(path.name) is not None)
+            return _load(place)
     except (InputError, MachineError):
         raise
     except OSError as error:
@@ -397,7 +397,7 @@ def _read_file(path: Path) -> Any:
         ) from None
 
 
-def _load(path: Path, mmap: bool) -> Any:
+def _load(path: Path) -> Any:
     """The content of an archive. Raises whatever zipfile and torch raise if it is damaged."""
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
@@ -412,7 +412,7 @@ def _load(path: Path, mmap: bool) -> Any:
             or archive.testzip()
         ):
             raise zipfile.BadZipFile
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def restore(path: Path, state: State, content: Content, to_train: bool) -> None:
@@ -425,6 +425,9 @@ def restore(path: Path, state: State, content: Content, to_train: bool) -> None:
             state.optimizer.load_state_dict(
                 sharding.state_of(state.optimizer, content["optimizer"])
             )
+            for averages in state.optimizer.state.values():
+                # On a CPU, they are still parts of the file.
+                averages.update(tree_map_only(Tensor, torch.clone, averages))
             state.scheduler.load_state_dict(content["scheduler"])
         if state.ema:
             state.ema.load_state_dict(content["ema"])

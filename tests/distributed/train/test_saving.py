@@ -280,6 +280,29 @@ def test_a_copy_equals_the_original_and_reuses_its_memory() -> None:
     assert torch.equal(second["model"]["0.weight"], net[0].weight)
 
 
+def test_a_restored_state_does_not_change_with_the_file(tmp_path: Path) -> None:
+    """Whose pages the ranks of a node share when they read it."""
+    states = []
+    for _ in range(2):
+        net = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(net.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        states.append(checkpoint.State(net, optimizer, schedule, meta={"config": {}}))
+    first, second = states
+    first.model(torch.ones(1, 4)).sum().backward()
+    first.optimizer.step()
+    path = checkpoint.write(tmp_path, checkpoint.content_of(first, {}, []))
+    saved = checkpoint.read(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    checkpoint.restore(path, second, saved, to_train=True)
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert not saved["model"]["weight"].any()
+    whole, again = (checkpoint.content_of(state, {}, []) for state in states)
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(again[part], whole[part], rtol=0, atol=0)
+
+
 def test_every_random_state_is_restored() -> None:
     def draw() -> tuple[Any, ...]:
         return (
