@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.core.config.run_keys import TrainKeys
 from recipes.core.data.sampling import S, Part, Source
-from recipes.core.errors import InputError, RunError
+from recipes.core.errors import InputError, RunError, Stopped
 from recipes.core.run import ledger, trackers, watchdog
 from recipes.core.train import gradients, lines, metrics, outcome
 from recipes.core.train.agreement import Agreement
@@ -305,21 +305,18 @@ class _StepEnds:
         """Sets ``run.results``. Returns False, and sets ``run.stopping``, if a stop has cut the
         evaluation short.
 
-        It was cut short if `Run.stop_is_near` has returned True to it on any rank; its results are
-        then ignored. A collective.
+        It was cut short if it has raised Stopped, on all ranks, or if `Run.stop_is_near` has
+        returned True to it on any rank; its results are then ignored. A collective.
         """
         run = self.run
         run.world.pulse.beat(watchdog.EVALUATION, run.step)
         run.cut_short = False
-        try:
-            with self.meter.spending("evaluation"):
+        with self.meter.spending("evaluation"):
+            try:
                 results = metrics.require_results("evaluate()", self.evaluate(), metrics.RESERVED)
-        except Exception:
-            # After a stop, a metric may fail on the samples that were evaluated. Its error
-            # is ignored, as their results are.
-            if not run.stop_is_near(at_once=True):
-                raise
-            results = {}
+            except Stopped:
+                run.cut_short = True
+                results = {}
         # The ranks must agree on the best evaluation, whatever each of them has returned: the score
         # is that of rank 0.
         name = outcome.metric(self.cfg)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from recipes.core.errors import Stopped
 from recipes.core.run import watchdog
 from recipes.core.train import sharding
 from recipes.core.train.run import Run
@@ -27,9 +28,8 @@ def accuracy(run: Run, answers: Answers) -> dict[str, Any]:
     """``val_top1``, ``val_top5`` (fractions) and ``val_samples``, over all ranks. Each rank counts
     its own samples, and the counts are summed.
 
-    answers: gets the network to evaluate, and returns pairs of logits and labels. When a rank was
-    notified to stop, this function returns early: `Run.stop_is_near` notes that the results are
-    incomplete. A collective: every rank must call it.
+    answers: gets the network to evaluate, and returns pairs of logits and labels. A collective:
+    every rank must call it. Raises Stopped as `answered`.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=run.world.device)
     for logits, labels in answered(run, answers):
@@ -55,23 +55,31 @@ def right(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()  # not inference mode, in which fully_shard would allocate what training reuses
 def answered(run: Run, answers: Answers, in_step: bool = False) -> Pairs:
-    """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. Ends early when
-    a rank was notified to stop.
+    """The pairs of ``answers``, as `accuracy` takes them, for a metric of your own. If a rank was
+    notified to stop, it raises Stopped on all ranks after their last pair: `loop.steps` evaluates
+    again later.
 
     Every rank must call it, and exhaust it. Sum the counts over the ranks afterwards, with
     `World.sum`. in_step: as for `evaluation`; each forward pass must yield one pair.
     """
     with evaluation(run, in_step) as net:
+        # no rank may wait in a forward pass that another rank does not make
         is_agreed = in_step and isinstance(net, FSDPModule)
-        for pair in answers(net):
-            is_near = run.stop_is_near()
-            if is_agreed:  # no rank may wait in a forward pass that another rank does not make
-                is_near = bool(run.world.sum(pair[0].new_tensor(is_near)))
-            if is_near:
-                break
-            run.world.pulse.beat(watchdog.EVALUATION)
-            yield pair
+        must_stop = run.agree_to_stop if is_agreed else run.stop_is_near
+        try:
+            for pair in answers(net):
+                if must_stop():
+                    break
+                run.world.pulse.beat(watchdog.EVALUATION)
+                yield pair
+        except Exception:
+            # the stop may have ended a process that reads the samples
+            if is_agreed or not run.stop_is_near(at_once=True):
+                raise
     run.world.pulse.beat(watchdog.WAITING)
+    reason = run.agree_to_stop()
+    if reason:
+        raise Stopped(reason)
 
 
 def sums(run: Run, answers: Answers, in_step: bool = False) -> list[float]:

@@ -223,27 +223,6 @@ def test_another_best_metric_on_a_resume_begins_anew(tmp_path: Path) -> None:
     assert run.state.meta["best"] == {"val_f1": 0.3, "step": 6}
 
 
-def test_a_metric_that_fails_on_the_part_before_a_stop_does_not_end_the_run(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-
-    class Failing(list[float]):
-        stops = True
-
-        def __getitem__(self, i: Any) -> Any:
-            if self.stops:
-                os.kill(os.getpid(), signal.SIGUSR2)
-            raise TypeError("the minimum of None")
-
-    trained.values = Failing([1.0])
-    _, run = trained.run(epochs=2)
-    assert run.stopping == "SIGUSR2"
-    assert run.step == 2
-    assert run.results == {}
-    trained.values.stops = False
-    with pytest.raises(TypeError, match="the minimum of None"):
-        trained.run(epochs=2)
-
-
 def test_a_result_must_not_have_the_name_of_another_value_of_its_row(tmp_path: Path) -> None:
     line = r"evaluate\(\) returned loss=: metrics.jsonl already uses this name: rename it"
     with pytest.raises(RunError, match=line):
@@ -602,6 +581,37 @@ def test_an_evaluation_cut_short_elsewhere_does_not_count(
     last = helpers.rows(tmp_path)[-1]
     assert last["loss"] == 1.0
     assert last["val_loss"] == 0.5
+
+
+@pytest.mark.parametrize(("reason", "fails"), [("SIGTERM", False), ("SIGTERM", True), ("", True)])
+def test_a_metric_is_not_computed_if_a_stop_ends_its_samples(
+    tmp_path: Path, reason: str, fails: bool
+) -> None:
+    """Otherwise the ranks may disagree: one fails, and others wait for it in the metric."""
+    _, run = Trained(tmp_path).run(epochs=1)
+    batches = GlobalBatches(10, 5, 0, 0, 1)
+    computed: list[float] = []
+
+    def answers(net: nn.Module) -> scores.Pairs:
+        yield torch.ones(1), torch.ones(1)
+        run.stop.reason = reason
+        if fails:
+            raise OSError("a process that reads samples has ended")
+        yield torch.ones(1), torch.ones(1)
+
+    def evaluate() -> dict[str, float]:
+        computed.append(sum(float(first) for first, _ in scores.answered(run, answers)))
+        return {"val_top1": computed[0]}
+
+    ends = loop._StepEnds(run, run.settings.config, nn.Linear(1, 1), batches, evaluate)
+    if not reason:
+        with pytest.raises(OSError, match="has ended"):
+            ends._evaluate()
+        return
+    assert not ends._evaluate()
+    assert run.stopping == reason
+    assert run.results == {}
+    assert computed == []
 
 
 def test_an_attempt_keeps_its_code_and_removes_leftovers(
