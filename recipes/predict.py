@@ -16,7 +16,6 @@ read.
 import argparse
 import csv
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,7 +89,7 @@ def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[byt
         table.writerow([path, best, *(f"{value:.6f}" for value in values)])
         if args.json:
             rounded = {name: round(value, 6) for name, value in ordered}
-            print(json.dumps({"file": str(path), "class": best, "probabilities": rounded}))
+            print(files.json_line({"file": path, "class": best, "probabilities": rounded}))
         elif not args.csv:
             first = [f"{shown(name)} {value:.3f}" for name, value in ordered[:SHOWN]]
             print(f"{shown(path, 4096)}  {'  '.join(first)}")
@@ -129,7 +128,7 @@ def reply(run: str, keys: PromptKeys) -> int:
         text = model.answer(messages, keys.max_tokens)
         answer = {"role": "assistant", "content": text}
         if keys.prompts:
-            print(json.dumps({"messages": [*messages, answer]}), flush=True)
+            print(files.json_line({"messages": [*messages, answer]}), flush=True)
         else:
             print("\n".join(map(printable, text.split("\n"))))
     return EXIT_DONE

@@ -10,7 +10,6 @@ long ago that status was updated. `python -m recipes.doctor explain` also shows 
 in Slurm.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -41,10 +40,9 @@ def main(argv: list[str]) -> int:
     runs = table.read_each(paths, lambda path: table.entry(record.read(path)))
     if not runs:
         return errors.EXIT_CONFIG
+    lines = table.aligned(table.cells(runs))
     if "--json" in argv:
-        lines = [json.dumps(run, default=str) for run in runs]
-    else:
-        lines = table.aligned(table.cells(runs))
+        lines = [*map(files.json_line, runs)]
     print("\n".join(lines))
     return errors.EXIT_DONE
 

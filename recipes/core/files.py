@@ -101,6 +101,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_bytes(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
+def json_line(content: object) -> str:
+    """``content`` as JSON, as commands print it: JSON has no NaN and no infinity, so such a number
+    is null.
+    """
+    text = json.dumps(content, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda name: None))
+
+
 def read_json(path: Path, opener: Callable[[str, int], int] = without_waiting) -> Json:
     """The JSON object in the file ``path``. {} if the file cannot be read, is larger than 64 MiB or
     contains something else.

@@ -124,11 +124,11 @@ def show(words: Sequence[str], root: Path) -> int:
         if sort:
             runs.sort(key=lambda run: _sortable(getattr(run, sort)))
         if "--json" in words:
-            lines = [json.dumps(asdict(run)) for run in runs]
+            lines = [files.json_line(asdict(run)) for run in runs]
         else:
             lines = lines_of(runs, time.time())
         if "watch" not in words:
-            print("\n".join(lines))
+            sys.stdout.writelines(f"{line}\n" for line in lines)  # --json may have none
             return EXIT_DONE
         print("\033[2J\033[H" + "\n".join([time.strftime("%H:%M:%S"), *lines]), flush=True)
         time.sleep(WATCH_S)
@@ -143,7 +143,7 @@ def show_ledger(folders: Sequence[Path], as_json: bool) -> int:
 
     entries = table.read_each(folders, entry)
     entries.append({"folder": "all", **ledger.total(entries)})
-    lines = list(map(json.dumps, entries))
+    lines = [*map(files.json_line, entries)]
     if not as_json:
         names = ["run", *(_short(each["folder"]) for each in entries)]
         cells = zip(names, ledger.cells(entries), strict=True)

@@ -5,7 +5,6 @@ values of a sweep.
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.core import files
 from recipes.core.config import declare, key_value, parser
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.key_value import Words
@@ -82,7 +82,7 @@ def with_json(argv: Sequence[str], main: Callable[[list[str], dict[str, Any]], i
         results |= {"error": str(error), "exit_status": error.exit_status}
         raise
     finally:
-        print(json.dumps(results, default=str), flush=True)
+        print(files.json_line(results), flush=True)
     return status
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import launch
+from recipes import report
 from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.launch import bad_nodes, checks, cli, local, submit
 from recipes.core.run import command_line
+from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
 
@@ -254,3 +256,18 @@ def test_json_has_the_results_and_nothing_else_is_on_stdout(
     assert cli.main(["logs", "last", "--json"], sys.executable) == 2
     line = json.loads(capsys.readouterr().out)["error"]
     assert line.startswith("--json: launch.py logs does not support it")
+
+
+def test_json_has_null_for_a_number_that_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other programs refuse NaN and Infinity, which Python writes and reads."""
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        helpers.attempt(Path(folder))
+        Path(folder, "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "val_bpb": Infinity}\n')
+    assert report.main(["--json", *folders]) == 0
+    results = [json.loads(line)["results"] for line in capsys.readouterr().out.splitlines()]
+    assert cli.main(["compare", "--json", *folders], sys.executable) == 0
+    results += [run["results"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert results == [{"loss": None, "val_bpb": None}] * 4

@@ -408,6 +408,8 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "failed"
     assert told["job"] == "13_1"
+    assert run_commands.show(["--json", "--failed", str(root / "runs/mnist/11")], root) == 0
+    assert capsys.readouterr().out == ""
     run_commands.show(["--sort=step"], root)
     _, first, second, third = capsys.readouterr().out.splitlines()
     assert first.split()[1:3] == ["unknown", "0"]
