@@ -126,7 +126,7 @@ class _StepEnds:
         self.has_stalled = partial(outcome.has_stalled, run, self.batches.per_epoch)
         if self.has_stalled():
             self.total = run.step
-        self.sums: Agreement | None = None  # the last sum, until the next step has read it
+        self.sums: Agreement | None = None  # the last sum, until it is read
         self.losses: list[Tensor] = []  # of the steps since then
         self.row: dict[str, Any] = {}  # the last one; the first step has a row
         self.flops = 0.0  # of a sample; 0 if unknown
@@ -198,8 +198,8 @@ class _StepEnds:
         must = is_row or save or bool(stop)
         self._agree(must)
         if must:
-            loss, stop_now, _ = self._read()
-            stop = self._record(step, loss, stop or stop_now, ends_epoch, save)
+            loss, stop_now, save_now = self._read()
+            stop = self._record(step, loss, stop or stop_now, ends_epoch, save or save_now)
             last = state.step == self.total  # also if it has ended early
         elif self.meter.progress_due():
             now = {"epoch": step.part.epoch, "step": state.step}
@@ -227,7 +227,6 @@ class _StepEnds:
         do so at the same steps.
         """
         run = self.run
-        self.sums = None
         steps = run.step - self.agreed_at
         if not must and steps < self.every:
             return
@@ -246,6 +245,7 @@ class _StepEnds:
         if not self.sums:
             return 0.0, "", False
         losses, stop, save, every = self.sums.read()
+        self.sums = None
         for step, loss in enumerate(losses, self.agreed_at - len(losses) + 1):
             if not math.isfinite(loss):
                 raise RunError(f"the loss at step {step} is {loss}: check lr= and the data")

@@ -46,6 +46,7 @@ from recipes.core.train import (
     outcome,
     rendezvous,
     resume,
+    saving,
     scores,
     session,
     torch_errors,
@@ -753,6 +754,16 @@ def test_saves_by_time_happen_one_at_a_time(tmp_path: Path) -> None:
     assert 2 < len(steps) < 300
     # A slow machine has a slow step now and then, and saves behind the next one too.
     assert len([step for step in steps if step + 1 in steps]) < len(steps) / 3, steps
+
+
+def test_a_save_by_time_at_a_step_that_is_saved_anyway_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving.Checkpoints, "is_due", lambda of: of.state.step == 3)
+    keys = {"keep_checkpoints": 0, "keep_best": "false"}
+    Trained(tmp_path).run(epochs=3, checkpoint_every_steps=3, **keys)
+    saved = (tmp_path / "checkpoints").glob("step-*.pt")
+    assert sorted(map(checkpoint.step_of, saved)) == [3, 6]
 
 
 def test_the_best_evaluation_is_saved_as_best(tmp_path: Path) -> None:
