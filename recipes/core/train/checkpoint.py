@@ -282,6 +282,23 @@ def point(path: Path, pointer: str, staging: Path | None = None) -> None:
         )
 
 
+def point_back(path: Path, best: Mapping[str, Any] | None, staging: Path | None = None) -> None:
+    """Points ``latest`` to the checkpoint ``path``, from which a run continues, and a ``best`` of a
+    later step to the best one until then; removes it if that was not kept.
+
+    best: as `outcome.is_best` records it. staging: as for `point`. Raises OSError.
+    """
+    point(path, "latest", staging)
+    named_best = Path(named(path.parent, "best") or path)
+    if step_of(named_best) > step_of(path):
+        step = best["step"] if best else 0  # no checkpoint is of step 0
+        kept = path.with_name(f"step-{step:08d}.pt")
+        if kept.exists():
+            point(kept, "best", staging)
+        else:
+            path.with_name("best").unlink()
+
+
 def prune(folder: Path, keep: int, keep_every_steps: int) -> None:
     """Removes checkpoints up to the step of ``latest``, except the ``keep`` newest, multiples of
     ``keep_every_steps``, and ``best``.

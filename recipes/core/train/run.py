@@ -157,7 +157,7 @@ class Run:
             # From here on, this attempt owns the run; before, another one may write these files.
             if path and is_own and self.keys.resume != "auto":
                 # the run may have been resumed from an earlier step
-                checkpoint.point(path, "latest", self.attempt.staging)
+                checkpoint.point_back(path, self.state.meta["best"], self.attempt.staging)
             files.remove_temporary(self.checkpoints.target)
             if not self.settings.config.evaluate:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)

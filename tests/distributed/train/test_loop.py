@@ -360,6 +360,15 @@ def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: 
             assert checkpoint.named(tmp_path / pointer / "checkpoints", name) == "step-00000006.pt"
 
 
+def test_a_resume_from_an_earlier_step_goes_back_to_the_best_until_then(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, values=[0.5, 0.9, 0.4])
+    trained.run(resumes=True, epochs=2)
+    resume = f"{tmp_path}/checkpoints/step-00000002.pt"
+    _, run = trained.run(resumes=True, epochs=2, resume=resume)
+    assert run.state.meta["best"] == {"val_top1": 0.5, "step": 2}
+    assert checkpoint.named(tmp_path / "checkpoints", "best") == "step-00000002.pt"
+
+
 def test_a_stop_before_the_first_step_is_not_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,29 @@ def steps_left(folder: Path) -> list[int]:
     return sorted(checkpoint.step_of(path) for path in folder.glob("step-*.pt"))
 
 
+@pytest.mark.parametrize(
+    ("back", "best", "expected"),
+    [
+        (6, 6, "step-00000006.pt"),
+        (4, 4, "step-00000004.pt"),
+        (4, 2, "step-00000002.pt"),
+        (4, 3, ""),
+        (2, None, ""),
+    ],
+)
+def test_the_best_of_a_later_step_is_forgotten(
+    tmp_path: Path, back: int, best: int | None, expected: str
+) -> None:
+    """That of step 3 was not kept."""
+    paths = {step: tmp_path / f"step-{step:08d}.pt" for step in (2, 4, 6)}
+    for path in paths.values():
+        path.touch()
+    checkpoint.point(paths[6], "best")
+    checkpoint.point_back(paths[back], {"val_top1": 0.5, "step": best} if best else None)
+    assert checkpoint.named(tmp_path, "latest") == paths[back].name
+    assert checkpoint.named(tmp_path, "best") == expected
+
+
 def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> None:
     saver = make_saver(tmp_path, keep=2, keep_every_steps=10)
     for step in range(1, 26):
