@@ -257,7 +257,9 @@ def _tell(parent: int, pulse: Pulse, timeout_s: float) -> None:
     logs.say(f"{note['recipe']}: rank {note['rank']} on {note['host']} {line}: killing it")
     _record(note, Kind.hang, line)
     answer = {**note, **_describe(parent, pulse)}
-    logs.say("\n".join(positions.lines_of([answer], {})))
+    lines = positions.lines_of([answer], {})
+    if lines:  # else the rank has ended meanwhile
+        logs.say("\n".join(lines))
 
 
 def _describe(parent: int, pulse: Pulse) -> dict[str, Any]:

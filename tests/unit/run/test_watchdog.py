@@ -150,6 +150,8 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
     hangs = threading.Event()
     monkeypatch.setattr(attempt, "record", lambda *args, **record: hangs.wait(60))
     monkeypatch.setattr(watchdog, "TELL_S", 0.2)
+    monkeypatch.setattr(watchdog, "_describe", lambda *of: {"processes": []})
+    others = threading.enumerate()
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     pulse = watchdog.Pulse()
     pulse.tell(recipe="toy", rank=3, host="node7", attempt=f"{tmp_path}/attempts/0000")
@@ -162,6 +164,23 @@ def test_a_file_system_that_hangs_does_not_keep_a_rank_alive(
         hangs.set()
         process.kill()
         process.wait()
+        for thread in threading.enumerate():  # else it would run in a later test
+            if thread not in others:
+                thread.join(10)
+
+
+def test_of_a_rank_that_has_ended_meanwhile_nothing_more_is_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.0)
+    monkeypatch.setattr(watchdog.look, "EXEC_S", 0.01)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    pulse = watchdog.Pulse()
+    pulse.tell(recipe="toy", rank=3, host="node7")
+    watchdog._tell(process.pid, pulse, 1.5)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.endswith(": killing it")
 
 
 def test_a_rank_that_has_said_why_it_fails_is_believed(tmp_path: Path) -> None:
