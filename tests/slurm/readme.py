@@ -340,6 +340,13 @@ TABLE: dict[str, How] = {
     "sbatch sbatch/script_2x8.sh script=ddp.py -- --epochs 20": slurm(
         swap={**ONE_EACH, "script=": "device=cpu script=", "20": "2"}
     ),
+    "python launch.py script=logged.py launcher=local ranks_per_node=2 device=cpu "
+    "run_dir=runs/logged && python launch.py runs runs/logged": here(
+        says=r"^runs/logged +done +100/100 +0\.0000 "
+    ),
+    "python -m recipes.report runs/logged html=runs.html": tool(
+        swap={"logged": "cifar"}, says=r"^runs.html: \d runs$"
+    ),
     "python launch.py script=hf.py nodes=2 gpus_per_node=8 -- 20000": slurm(
         swap=FRAMEWORK | {"20000": "20"}
     ),

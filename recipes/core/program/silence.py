@@ -3,6 +3,7 @@ file. Standard library only.
 """
 
 import contextlib
+import os
 import time
 
 from recipes.core.errors import Kind, MachineError, shown
@@ -19,14 +20,17 @@ def wait(attempt: attempts.Attempt, watch: Watch, silent_s: float, folder: str) 
     """Run in a thread of the first task: waits until the program hangs, reports where its ranks
     are, and lets all wrappers end it. A program that was asked to stop does not hang.
 
-    folder: in which the program saves; "" is the run directory. The logs count too.
+    folder: in which the program saves; "" is the run directory. The logs and metrics.jsonl count
+    too.
     """
     logs = str(attempt.run_dir / "logs")
-    before: tuple[str, ...] = ()
+    metrics = attempt.run_dir / "metrics.jsonl"
+    before: tuple[object, ...] = ()
     since = watch.clock()
     while watch.clock() - since < silent_s:
         time.sleep(silent_s / LOOKS)
-        now = (saves.digest(attempt, folder), saves.digest(attempt, logs))
+        written = os.path.exists(metrics) and os.path.getmtime(metrics)
+        now = (saves.digest(attempt, folder), saves.digest(attempt, logs), written)
         if now != before or watch.is_stopping:
             before = now
             since = watch.clock()

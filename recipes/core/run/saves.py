@@ -14,8 +14,9 @@ from pathlib import Path
 from recipes.core import files
 from recipes.core.run.attempt import Attempt
 
-# What the recipes write in a run directory.
-OWN = {"attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json"}
+# What the recipes write in a run directory. Each attempt begins with a copy of metrics.jsonl, in
+# which a program may write rows, but cannot save its work.
+OWN = {"attempts", "job.sh", "job.yaml", "status.json", "doctor", "summary.json", "metrics.jsonl"}
 OWN_LOG = re.compile(r"(rank|node)\d+\.log|hang-\d+\.txt")  # in logs
 MOST_FILES = 100_000  # of more files, only these are looked at
 

@@ -18,6 +18,7 @@ import pytest
 from recipes.core import files
 from recipes.core.errors import ConfigError, InputError, MachineError, Next
 from recipes.core.launch import jobs, run_commands, runs
+from recipes.core.report import page
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory
 from recipes.core.run.record import Record
@@ -230,6 +231,20 @@ def test_the_best_result_of_a_long_run_is_found_without_its_rows(
     for step, best in ((1, 1.0), (2, 0.5), (3, 0.5 / 3), (4000, 0.5 / 2001)):
         (folder / "checkpoints/best").write_text(f"step-{step:08d}.pt\n")
         assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": best}
+
+
+def test_the_rows_of_a_program_need_nothing_but_a_step(tmp_path: Path) -> None:
+    attempts.begin(attempts.open_next(tmp_path, "script", {}), 0, own=False, of_program=True)
+    directory.write_status(tmp_path, "done", attempt=0, step=0)
+    rows = [
+        {"step": 5, "total_steps": 9, "loss": 0.5},
+        {"step": 7, "total_steps": 9, "val_f1": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = runs.read(tmp_path, None)
+    assert (run.step, run.steps, run.best) == (7, 9, {"val_f1": 0.75})
+    text, _ = page.page([tmp_path])
+    assert re.findall("<figcaption>(.*?)</figcaption>", text) == ["Loss", "val_f1"]
 
 
 def test_a_narrow_terminal_shows_whole_names_and_notes(

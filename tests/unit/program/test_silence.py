@@ -71,7 +71,7 @@ def test_a_program_hangs_if_no_rank_writes_and_no_file_is_saved(
     run_dir = attempt.run_dir
     assert hangs_after(attempt, monkeypatch, lambda number: None) == 5.5
     assert hangs_after(attempt, monkeypatch, write(run_dir / "logs/rank3.log", 9)) == 9.5
-    for name in ("logs/rank3.log", "saved.pt", "deep/saved.pt"):
+    for name in ("logs/rank3.log", "saved.pt", "deep/saved.pt", "metrics.jsonl"):
         (run_dir / name).parent.mkdir(exist_ok=True)
         assert hangs_after(attempt, monkeypatch, write(run_dir / name)) is None, name
     beats = lambda number: os.utime(attempt.folder / "opened.json", (number, number))  # noqa: E731

@@ -79,6 +79,7 @@ def test_what_the_job_writes_itself_does_not_count(
         "status.json",
         "job.yaml",
         "job.sh",
+        "metrics.jsonl",
     ):
         write(attempt.run_dir / name)
     assert saves.has_changed(attempt) is False
