@@ -629,6 +629,10 @@ TABLE: dict[str, How] = {
         "max_steps=2"
     ),
     # docs/your-site.md
+    'mkdir -p /scratch/$USER/runs && ln -s "$_" runs': tool(
+        swap={"/scratch/$USER": "$NEW", '"$_" runs': '"$_" $NEW/link && cd $NEW/link && pwd -P'},
+        says="/runs$",
+    ),
     "python launch.py recipe=mnist nodes=2 cluster=example launcher=print": tool(
         says="^#SBATCH --partition=gpu$"
     ),

@@ -299,6 +299,19 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(
         runs.find(["99"], root)
 
 
+def test_runs_may_be_a_link_to_another_disk(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    disk = tmp_path_factory.mktemp("disk") / "of_user"
+    (root / "runs").rename(disk)
+    (root / "runs").symlink_to(disk)
+    new = directory.choose("", "mnist", "14", root)
+    attempts.open_next(new, "mnist", {})
+    assert (disk / "mnist/14/attempts/0000").exists()
+    assert runs.find(["11", "last"], root) == [root / "runs/mnist/11", new]
+    assert len(runs.find([], root)) == 4
+
+
 def test_an_element_of_an_array_is_found_by_the_number_in_the_name_of_its_log(root: Path) -> None:
     run_dir = root / "runs/mnist/13_1"
     files.write_json(run_dir / "job.yaml", {"job_id": "13_1", "log": f"{root}/mnist-14.out"})
