@@ -120,26 +120,12 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     if state is State.unknown and elsewhere:
         notes = [f"its job is on cluster {elsewhere}"]
 
-    best = run.summary.get("best")
     notes.append(str(run.summary.get("efficiency") or ""))
-    # of others, only the last row is read
-    if state in (
-        State.running,
-        State.starting,
-        State.requeued,
-        State.stopped,
-        State.cancelled,
-    ):
-        so_far = run.best()
-        if so_far:
-            best = {so_far[0]: so_far[1]}
-        if state is State.running:
-            notes.append(efficiency.verdict(run.newest_rows, facts, run.keys))
-    hidden = {"step"}
+    if state is State.running:  # of others, only the last row is read
+        notes.append(efficiency.verdict(run.newest_rows, facts, run.keys))
     of_newest = {**run.row, **run.summary}
-    if not best or not isinstance(best, dict):
-        best = table.results(of_newest)
-        hidden |= {*table.OF_TRAINING}
+    best = run.best or table.results(of_newest)
+    hidden = ("step", *table.OF_TRAINING)
     numbers = {key: _finite(value) for key, value in best.items() if key not in hidden}
     return Run(
         folder=str(run.folder),

@@ -241,7 +241,6 @@ def _head_of_run(shown: Shown) -> dict[str, object]:
     run = shown.run
     times = [number(start.facts.get("time")) for start in shown.starts]
     first = next(filter(math.isfinite, times), math.nan)
-    best = rows.best(shown.rows, run.values)
     versions = run.summary.get("versions")
     begun = sum(start.attempt.has_begun for start in shown.starts)
     values: dict[str, object] = {
@@ -249,7 +248,7 @@ def _head_of_run(shown: Shown) -> dict[str, object]:
         "state": run.state.value,
         "reason": run.note,
         "step": run.step,
-        "best": f"{best[0]} {best[1]:.5g} at step {best[2]}" if best else "",
+        "best": ", ".join(f"{name} {table.text(value)}" for name, value in run.best.items()),
         "job": run.facts.get("job") or run.job.get("job_id"),
         "efficiency": efficiency.verdict(shown.rows, run.facts, run.values),
         "hosts": ", ".join(dict.fromkeys(shown.hosts)),

@@ -149,34 +149,21 @@ class Record:
         """The last rows, at most NEWEST, the newest one last."""
         return rows.rows(self.folder, NEWEST)
 
-    def best(self) -> tuple[str, float, int] | None:
-        """`rows.best` so far: in the row of the step that ``checkpoints/best`` names, else in the
-        newest rows.
+    @property
+    def best(self) -> Json:
+        """The best evaluation so far: its value by the name of the metric, and its ``step``; {} if
+        there is none.
         """
-        return rows.best([self._best_row] if self._best_row else self.newest_rows, self.keys)
-
-    @cached_property
-    def _best_row(self) -> Row:
-        step = self._step_of("best")
-        # a later attempt repeats the steps after its begin
-        for attempt in self.attempts if step else ():
-            if rows.number(attempt.facts().get("step")) <= step:
-                _, row = rows.around(self.folder, attempt.number, step)
-                if row.get("step") == step:
-                    return row
-        return {}
+        best = {**self.row, **self.summary}.get("best")
+        return best if isinstance(best, dict) else {}
 
     @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none. A resumed run repeats the steps
         after it.
         """
-        return self._step_of("latest")
-
-    def _step_of(self, pointer: str) -> int:
-        """The step of the checkpoint that ``latest`` or ``best`` names; 0 if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            path = self.folder / "checkpoints" / pointer
+            path = self.folder / "checkpoints/latest"
             name = files.read_bounded(path, LONGEST_NAME, files.without_links).decode().strip()
             return int(name.removeprefix("step-").removesuffix(".pt"))
         return 0

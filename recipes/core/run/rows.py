@@ -157,20 +157,6 @@ def _parsed(lines: Sequence[bytes]) -> list[Row]:
     return [row for row in every if isinstance(row, dict) and row]
 
 
-def best(of_run: Sequence[Row], keys: files.Json) -> tuple[str, float, int] | None:
-    """The name, value and step of the best evaluation in rows, by the keys best_metric and
-    best_mode of a run; None if there is none.
-    """
-    name = str(keys.get("best_metric") or "val_top1")
-    sign = -1 if keys.get("best_mode") == "min" else 1
-    values = [(number(row.get(name)), row["step"]) for row in of_run]
-    known = [(value, step) for value, step in values if math.isfinite(value)]
-    if not known:
-        return None
-    value, step = max(known, key=lambda pair: sign * pair[0])  # the first of equal ones
-    return name, value, step
-
-
 def parse(line: bytes) -> Row:
     """The row in a line; {} if the line is damaged: it is being written, or a kill has cut it."""
     try:

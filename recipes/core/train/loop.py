@@ -337,9 +337,10 @@ class _StepEnds:
         """
         run = self.run
         if self._evaluate():
+            is_best = outcome.is_best(run)
             self._log_row({**EARLIER_ROW, **run.state.meta["unevaluated"]})
             run.state.meta["unevaluated"] = None
-            if outcome.is_best(run) and run.keys.keep_best:
+            if is_best and run.keys.keep_best:
                 run.checkpoints.save(best=True, wait=True)
 
     def _log_row(self, of_step: Mapping[str, Any], per_step: int = 0) -> None:
@@ -359,6 +360,7 @@ class _StepEnds:
             "step": run.step,
             "time": round(time.time(), 3),
             **of_step,
+            "best": run.state.meta.get("best"),
             "spent_s": {cause: round(seconds, 3) for cause, seconds in spent.items()},
         }
         results = {name: value for name, value in run.results.items() if name not in row}

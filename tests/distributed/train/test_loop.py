@@ -510,6 +510,8 @@ def test_a_postponed_evaluation_runs_first_on_a_resume(
     written = [json.loads(line) for line in lines]
     before, late = [row for row in written if row["step"] == step]
     assert late.pop("spent_s") != before.pop("spent_s")  # they are of different attempts
+    assert late.pop("best") == {"val_top1": 0.9, "step": step}
+    assert before.pop("best") != {"val_top1": 0.9, "step": step}
     assert late == before | {"val_top1": 0.9, "attempt": 1, "time": late["time"]}
     steps = [row["step"] for row in written]
     assert steps == sorted(steps)

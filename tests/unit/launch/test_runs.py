@@ -3,6 +3,7 @@ queue.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -217,20 +218,20 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert [line.split()[1] for line in lines] == ["done", "pending", "failed"]
 
 
-def test_the_best_result_of_a_long_run_is_found_without_its_rows(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_result_is_in_the_newest_row(root: Path) -> None:
+    """Whatever the state of the run is, and however long it is."""
     folder = begun(root / "runs/mnist/20", job="20")
-    rows = [{"attempt": 0, "step": step, "val_top1": 1 / step} for step in range(1, 3001)]
-    again = attempts.open_next(folder, "mnist", {"SLURM_JOB_ID": "20"})
-    attempts.begin(again, 2, own=True)
-    rows += [{"attempt": 1, "step": step, "val_top1": 0.5 / step} for step in range(3, 3001)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metrics.jsonl").write_text(text)
-    assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": 0.5 / 2001}  # of the newest
-    for step, best in ((1, 1.0), (2, 0.5), (3, 0.5 / 3), (4000, 0.5 / 2001)):
-        (folder / "checkpoints/best").write_text(f"step-{step:08d}.pt\n")
-        assert runs.read(folder, {"20": RUNNING}).best == {"val_top1": best}
+    rows = [{"step": 1, "best": None, "val_top1": 0.5}, {"step": 2, "loss": 0.25}]
+    for best, expected in (
+        (None, {}),
+        ({"val_top1": 0.75, "step": 1}, {"val_top1": 0.75}),
+        ({"val_loss": math.nan, "step": 1}, {}),
+        (7, {}),
+    ):
+        rows[1]["best"] = best
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert runs.read(folder, {"20": RUNNING}).best == expected
+        assert runs.read(folder, {}).best == expected
 
 
 def test_the_rows_of_a_program_need_nothing_but_a_step(tmp_path: Path) -> None:

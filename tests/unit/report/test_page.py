@@ -118,6 +118,7 @@ def test_one_run(tmp_path: Path) -> None:
     for evaluated in (rows[4], rows[9]):
         evaluated["val_top1"] = evaluated["step"] / 20
     summary = {"val_top1": 0.5, "versions": {"torch": "2.99"}, "world_size": 4, "git_commit": "abc"}
+    summary |= {"best": {"val_top1": 0.5, "step": 10}}
     folder = make(tmp_path / "run", rows, summary=summary, lr=0.1, name="")
     (folder / "checkpoints").mkdir(exist_ok=True)
     for step in (5, 10):
@@ -142,7 +143,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert shown.labels()[0].endswith(f"Last values: {folder}: 1 at 10")
     cells = {
         "state": "done",
-        "best": "val_top1 0.5 at step 10",
+        "best": "val_top1 0.5, step 10",
         "job": "12",
         "hosts": "node1, node2",
         "ranks": "2",

@@ -198,20 +198,3 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     helpers.attempt(folder)
     directory.write_status(folder, "done", attempt=2, step=10)
     assert record.read(folder).note == ""
-
-
-def test_the_best_row_may_be_that_of_an_evaluation_that_a_stop_postponed(tmp_path: Path) -> None:
-    """The next attempt begins at its step, and evaluates first."""
-    first = attempts.open_next(tmp_path, "toy", {})
-    attempts.begin(first, 0, own=False)
-    second = attempts.open_next(tmp_path, "toy", {})
-    attempts.begin(second, 10, own=True)
-    rows = [{"attempt": 0, "step": 10, "loss": 0.5}]
-    rows += [{"attempt": 1, "step": 10, "val_top1": 0.9}, {"attempt": 1, "step": 20, "loss": 0.4}]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    best = tmp_path / "checkpoints/best"
-    best.write_text("step-00000010.pt\n")
-    directory.write_status(tmp_path, "running", attempt=1, step=20)
-    assert record.read(tmp_path).best() == ("val_top1", 0.9, 10)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"attempt": 0, "step": 10, "val_top1": 0.8}))
-    assert record.read(tmp_path).best() == ("val_top1", 0.8, 10)
