@@ -116,7 +116,7 @@ def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) 
         run=run,
         config=config,
         typed={name: value for name, value in words.items() if name not in job_names},
-        saved=_saved(run, config, {*given, *from_run}),
+        saved=saved_keys(run, config, {*given, *from_run}),
         of_job=tuple(name for name in words if name in job_names),
         from_run=from_run,
         resumes=resumes,
@@ -167,7 +167,7 @@ def _check_names(words: Words, recipe: str, recipe_class: type, with_job_keys: b
             )
 
 
-def _saved(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
+def saved_keys(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
     """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are
     given or inherited.
     """

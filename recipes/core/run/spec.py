@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.core.config import declare, key_value, recipe_conf
+from recipes.core.config import declare, key_value, parser, recipe_conf
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RunKeys
@@ -45,20 +45,16 @@ def to_text(spec: Spec) -> str:
     A typed key is in it once, in the words: the arguments of a program can be long.
     """
     settings = spec.settings
-    typed = settings.typed.keys()
-
-    def others(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: declare.plain(values[name]) for name in values.keys() - typed}
-
+    values = {**vars(settings.run), **vars(settings.config)}
     content = {
         **vars(spec),
         "settings": {
             "recipe": settings.recipe,
             "cluster": settings.job.cluster,
-            "run": others(vars(settings.run)),
-            "config": others(vars(settings.config)),
-            "saved": others(settings.saved),
-            "typed_and_saved": sorted(typed & settings.saved.keys()),
+            "values": {
+                name: declare.plain(values[name]) for name in values.keys() - settings.typed
+            },
+            "saved": [*settings.saved],
             "from_run": settings.from_run,
             "resumes": settings.resumes and str(settings.resumes.absolute()),
         },
@@ -85,17 +81,16 @@ def of_job(environ: Mapping[str, str]) -> Spec | None:
 
 def _settings(content: Mapping[str, Any], typed: dict[str, str]) -> Settings:
     recipe_class, _ = recipe_conf.load(content["recipe"])
-    run = declare.build(RunKeys, {**content["run"], **typed})
-    config = declare.build(recipe_class, {**content["config"], **typed})
-    values = {**vars(run), **vars(config)}
-    typed_and_saved = {name: declare.plain(values[name]) for name in content["typed_and_saved"]}
+    values = {**content["values"], **typed}
+    run = declare.build(RunKeys, values)
+    config = declare.build(recipe_class, values)
     return Settings(
         recipe=content["recipe"],
         job=JobKeys(recipe=content["recipe"], cluster=content["cluster"]),
         run=run,
         config=config,
         typed=typed,
-        saved={**content["saved"], **typed_and_saved},
+        saved=parser.saved_keys(run, config, {*content["saved"]}),
         from_run=content["from_run"],
         resumes=Path(content["resumes"]) if content["resumes"] else None,
     )
