@@ -40,21 +40,19 @@ def parse(
     *,
     recipe: str = "",
     environ: Mapping[str, str] = os.environ,
-    to_start: bool = True,
 ) -> Settings:
     """Checks a command line of ``key=value`` words, or with ``script=FILE -- ARGUMENT…``, and
     returns its settings.
 
-    recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. to_start: False
-    if only the result of the run is to be read. If ``run_dir=`` or ``resume=`` names a run, keys
-    that are not given come from it. Raises ConfigError for the first invalid word.
+    recipe: "" for the words of launch.py, which contain ``recipe=`` and job keys. If ``run_dir=``
+    or ``resume=`` names a run, keys that are not given come from it. Raises ConfigError for the
+    first invalid word.
     """
     words = key_value.read(of_script(argv, recipe))
     if not recipe and any(name.startswith(SWEEP) for name in words):
         return _sweep(words, environ)
     settings = parser.settings(words, recipe, environ, resumed.run_to_resume)
-    if to_start:
-        resumed.check_same_experiment(settings)
+    resumed.check_same_experiment(settings)
     return settings
 
 

@@ -542,7 +542,6 @@ def test_keys_that_would_change_the_result_are_refused_on_a_resume(
             parse(*words)
     else:
         parse(*words)
-    command_line.parse(words, recipe="mnist", to_start=False)
 
 
 def test_a_resumed_run_may_execute_the_code_of_its_model_if_that_is_allowed_again(
