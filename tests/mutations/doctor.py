@@ -47,8 +47,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/doctor/judge.py",
-        "leave_out and not is_shared)",
-        "leave_out)",
+        "leave_out and not is_shared, nodes)",
+        "leave_out, nodes)",
         "a fault that all nodes share excludes all nodes",
         "tests/unit/doctor/test_verdict.py",
     ),

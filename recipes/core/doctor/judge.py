@@ -4,7 +4,7 @@ The time taken is in proportion to the number of reports.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from recipes.core.doctor.reports import NodeReports, Report
@@ -51,14 +51,17 @@ def verdict_of(hosts: Sequence[str], reports: NodeReports) -> Verdict:
     verdict = Verdict(
         hosts=[host or reports.get(node, {}).get("host", "") for node, host in enumerate(hosts)]
     )
-    _missing(reports, verdict)
-    _own_findings(reports, verdict)
-    _compare(reports, verdict)
-    _slow_gpus(reports, verdict)
-    _slow_copies(reports, verdict)
-    _links(reports, verdict)  # uses what the functions before it have found
-    _speeds(reports, verdict)
-    _collectives(reports, verdict)
+    for check in (
+        _missing,
+        _own_findings,
+        _compare,
+        _slow_gpus,
+        _slow_copies,
+        _links,  # uses what those before it have found
+        _speeds,
+        _collectives,
+    ):
+        verdict.entries += check(reports, verdict)
     verdict.entries.sort(key=lambda entry: (not entry.bad, len(entry.nodes), entry.nodes[:1]))
     out = {
         node for entry in verdict.entries if entry.bad and entry.leave_out for node in entry.nodes
@@ -72,7 +75,7 @@ def verdict_of(hosts: Sequence[str], reports: NodeReports) -> Verdict:
     return verdict
 
 
-def _missing(reports: NodeReports, verdict: Verdict) -> None:
+def _missing(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """Nodes without a report, and nodes that did not write their final report."""
     count = len(verdict.hosts)
     silent = [node for node in range(count) if node not in reports]
@@ -84,15 +87,16 @@ def _missing(reports: NodeReports, verdict: Verdict) -> None:
             "log in to the node, or exclude it; "
             "give a run_dir= on a file system that all nodes share"
         )
-        verdict.add([node], what, fix, leave_out=not is_apart)
+        yield Finding(what, fix, leave_out=not is_apart, nodes=[node])
     gone = [node for node, report in reports.items() if report.get("early")]
     if gone:
         what = "answered at first, but not after the bandwidth test: it hangs, or has died"
         is_shared = len(gone) == count > 1
-        verdict.add(gone, what, "log in to the node, or exclude it", leave_out=not is_shared)
+        fix = "log in to the node, or exclude it"
+        yield Finding(what, fix, leave_out=not is_shared, nodes=gone)
 
 
-def _own_findings(reports: NodeReports, verdict: Verdict) -> None:
+def _own_findings(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """What the nodes found themselves, the same finding of several nodes as one entry."""
     having: dict[Finding, list[int]] = {}
     for node, report in reports.items():
@@ -103,10 +107,10 @@ def _own_findings(reports: NodeReports, verdict: Verdict) -> None:
         is_shared = len(nodes) == len(reports) > 1
         what = shown(finding.what, LONG)
         fix = shown(finding.fix, LONG)
-        verdict.add(nodes, what, fix, finding.bad, finding.leave_out and not is_shared)
+        yield Finding(what, fix, finding.bad, finding.leave_out and not is_shared, nodes)
 
 
-def _compare(reports: NodeReports, verdict: Verdict) -> None:
+def _compare(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """Nodes that differ from most others; without a majority, all nodes."""
     for name, title in ALIKE.items():
         values = {node: report["facts"].get(name) for node, report in reports.items()}
@@ -121,7 +125,8 @@ def _compare(reports: NodeReports, verdict: Verdict) -> None:
         fix = "use the same on all nodes: NCCL can fail on nodes that differ"
         for value, _ in counted[is_majority:]:
             nodes = [node for node in values if values[node] == value]
-            verdict.add(nodes, f"{title} is {shown(value)}, {others}", fix, is_majority)
+            what = f"{title} is {shown(value)}, {others}"
+            yield Finding(what, fix, is_majority, nodes=nodes)
 
 
 def _gpus(report: Report) -> list[Report]:
@@ -129,7 +134,7 @@ def _gpus(report: Report) -> list[Report]:
     return [gpu for gpu in report["facts"].get("gpus", []) if "tflops" in gpu]
 
 
-def _slow_gpus(reports: NodeReports, verdict: Verdict) -> None:
+def _slow_gpus(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     tested = [(node, gpu) for node, report in reports.items() for gpu in _gpus(report)]
     middle = median(gpu["tflops"] for _, gpu in tested) if tested else 0.0
     for node, gpu in tested:
@@ -142,10 +147,10 @@ def _slow_gpus(reports: NodeReports, verdict: Verdict) -> None:
                 "run nvidia-smi -q -d PERFORMANCE there: "
                 "look for heat, a power cap, or another process"
             )
-            verdict.add([node], what, fix)
+            yield Finding(what, fix, nodes=[node])
 
 
-def _slow_copies(reports: NodeReports, verdict: Verdict) -> None:
+def _slow_copies(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """GPUs that copy to the next GPU of their node more slowly than the GPU of the same number on
     other nodes. Needs at least three nodes.
     """
@@ -162,10 +167,11 @@ def _slow_copies(reports: NodeReports, verdict: Verdict) -> None:
                 f"copies from its GPU {index} to the next GPU are slow: {speeds[node]:.0f} GB/s; "
                 f"the median is {usual:.0f}"
             )
-            verdict.add([node], what, "run nvidia-smi nvlink -s and nvidia-smi topo -m there")
+            fix = "run nvidia-smi nvlink -s and nvidia-smi topo -m there"
+            yield Finding(what, fix, nodes=[node])
 
 
-def _links(reports: NodeReports, verdict: Verdict) -> None:
+def _links(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """Links that fail. The bad node of a link is the one with the larger share of failing links; if
     both are equal, the later one.
     """
@@ -192,10 +198,11 @@ def _links(reports: NodeReports, verdict: Verdict) -> None:
         what, fix = FAULTS[link["fault"]]
         count = f"{failed[bad]} of {tried[bad]} links of {verdict.host(bad)} fail"
         what = what.format(peer=verdict.host(peer))
-        verdict.add([bad], f"{verdict.host(node)} {what} ({link['why']}; {count})", fix)
+        seen = f"{verdict.host(node)} {what} ({link['why']}; {count})"
+        yield Finding(seen, fix, nodes=[bad])
 
 
-def _speeds(reports: NodeReports, verdict: Verdict) -> None:
+def _speeds(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """The bandwidth of all nodes together, and nodes whose network is slow from one of their GPUs
     at least.
 
@@ -226,10 +233,10 @@ def _speeds(reports: NodeReports, verdict: Verdict) -> None:
                 f"the median is {usual:.3g}"
             )
             fix = "run ethtool DEV or ibstat there: check link speed, errors and cable"
-            verdict.add([node], what, fix)
+            yield Finding(what, fix, nodes=[node])
 
 
-def _collectives(reports: NodeReports, verdict: Verdict) -> None:
+def _collectives(reports: NodeReports, verdict: Verdict) -> Iterator[Finding]:
     """Findings of the bandwidth test of all nodes: wrong sums and, if it did not end, the nodes
     that are behind the others.
     """
@@ -239,7 +246,7 @@ def _collectives(reports: NodeReports, verdict: Verdict) -> None:
     for node, test in measured.items():
         if test.get("correct") is False:
             fix = "exclude the node, whose memory or link corrupts data"
-            verdict.add([node], "an all_reduce returned a wrong sum there", fix)
+            yield Finding("an all_reduce returned a wrong sum there", fix, nodes=[node])
     cut = [node for node, test in measured.items() if not test.get("ended")]
     if not cut:
         return
@@ -252,7 +259,7 @@ def _collectives(reports: NodeReports, verdict: Verdict) -> None:
         "run NCCL_DEBUG=INFO python -m recipes.collectives on these nodes to find the fault; "
         "see also the other findings"
     )
-    verdict.add(behind, what, fix)
+    yield Finding(what, fix, nodes=behind)
 
 
 def _facts(report: Report) -> dict[str, str]:

@@ -20,8 +20,8 @@ class Finding:
     type or do.
 
     bad: training cannot work, or not well. leave_out: leaving out the nodes fixes it; false if the
-    job itself is at fault. nodes: those that have it, by node_rank; none in the report of a node,
-    and if no single node is to blame.
+    job itself is at fault. With both, a job is requeued without these nodes. nodes: those that have
+    it, by node_rank; none in the report of a node, and if no single node is to blame.
     """
 
     what: str
@@ -50,14 +50,6 @@ class Verdict:
     @property
     def bad_nodes(self) -> set[int]:
         return {node for entry in self.entries if entry.bad for node in entry.nodes}
-
-    def add(
-        self, nodes: list[int], what: str, fix: str, bad: bool = True, leave_out: bool = True
-    ) -> None:
-        """Adds a finding. Unless ``leave_out`` or ``bad`` is false, a job is requeued without these
-        nodes.
-        """
-        self.entries.append(Finding(what, fix, bad, leave_out, nodes))
 
     def host(self, node: int) -> str:
         return self.hosts[node] or f"node {node}"
