@@ -2,8 +2,8 @@
 them. Without torch.
 
 A shard of `documents` has the tokens of its examples, uint32, with the highest bit of those that
-are counted; then of each example its first token, its length, the number of counted tokens, and
-the number of its row.
+are counted; then of each example its first token (modulo 2^32), its length, the number of counted
+tokens, and the number of its row.
 """
 
 import hashlib
@@ -106,10 +106,11 @@ def divided(shards: Sequence[Array], index: Record) -> tuple[Examples, Examples]
     """The examples of shards to train on, and those to evaluate: those of the shards from the
     number ``training`` on, else ``val_fraction`` of all, drawn by ``seed``. Raises InputError.
     """
-    tables = [
-        np.insert(shard[record["tokens"] :].reshape(-1, 4).astype(np.int64), 0, number, axis=1)
-        for number, (shard, record) in enumerate(zip(shards, index["shards"], strict=True))
-    ]
+    tables = []
+    for number, (shard, record) in enumerate(zip(shards, index["shards"], strict=True)):
+        table = shard[record["tokens"] :].reshape(-1, 4).astype(np.int64)
+        table[:, 0] = table[:, 1].cumsum() - table[:, 1]  # a shard may have more than 2^32 tokens
+        tables.append(np.insert(table, 0, number, axis=1))
     places = np.concatenate(tables)
     is_held = places[:, 0] >= index["training"]
     if index["training"] == len(shards):
@@ -236,7 +237,7 @@ def write_examples(file: IO[bytes], encoder: Encoder, rows: Iterable[tuple[str, 
                 endless += not is_ended
         except Unusable as error:
             faults[error.fault.name].append(f"{place}{error}")
-    file.write(np.array(table, "<u4").tobytes())
+    file.write(np.array(table, np.int64).astype("<u4").tobytes())
     return {"tokens": begin, "examples": len(table), "endless": endless, "faults": faults}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -526,6 +528,42 @@ def test_rows_of_a_table(
     assert sorted(counted) == [
         '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|im_end|>',
         "It is sunny – 20 °C ☀️.<|im_end|>",
+    ]
+
+
+class Long:
+    """The tokens of an example of 2^31 tokens, without memory."""
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def __getitem__(self, part: slice) -> Long:
+        return self
+
+    def __add__(self, counted: object) -> Long:
+        return self
+
+    def astype(self, dtype: str) -> Long:
+        return self
+
+    def tobytes(self) -> bytes:
+        return b""
+
+
+def test_a_file_may_have_more_than_four_billion_tokens() -> None:
+    example = (Long(), np.ones(1, bool), True)
+    facts = {"max_len": 2**31, "cut": False}
+    made: Any = SimpleNamespace(facts=facts, encode=lambda row: [example])
+    file = io.BytesIO()
+    record = dialogues.write_examples(file, made, [("", {})] * 3)
+    assert record["tokens"] == 3 * 2**31
+    shards = [{"tokens": 0, "sha256": ""}]
+    index = {"shards": shards, "training": 1, "val_fraction": 0.4, "seed": 0, "facts": {}}
+    parts = dialogues.divided([np.frombuffer(file.getvalue(), "<u4")], index)
+    assert sorted(parts[0].places[:, 1].tolist() + parts[1].places[:, 1].tolist()) == [
+        0,
+        2**31,
+        2**32,
     ]
 
 
