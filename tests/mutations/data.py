@@ -44,8 +44,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/data/documents.py",
-        "source.stat().st_size, source.stat().st_mtime_ns)",
-        "source.stat().st_size)",
+        "path.stat().st_size, path.stat().st_mtime_ns)",
+        "path.stat().st_size)",
         "a text that was edited without a change of its size is not read again",
         "tests/unit/data/test_text.py::test_a_source_that_has_changed_is_read_again",
     ),

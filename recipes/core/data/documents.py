@@ -196,9 +196,13 @@ def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Reco
     ``sources`` in the same way.
 
     how: what, besides the sources, determines the content. fill: writes it into a file, and returns
-    what the record says about it.
+    what the record says about it. Raises InputError if a source is missing, and as ``fill``.
     """
-    facts = [(str(source), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    try:
+        facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise InputError(f"{error.filename!r} {why}: run the same command again") from None
     identity = digest_of([how, facts])
     record = files.read_json(path.with_suffix(".json"))
     is_made = record.get("source") == identity and path.is_file()

@@ -333,6 +333,16 @@ def test_a_source_that_has_changed_is_read_again(
     assert data.digest != before
 
 
+def test_a_source_that_is_removed_meanwhile_is_named(
+    tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "source/gone.txt"
+    monkeypatch.setattr(documents, "find_groups", lambda *_: [[gone]])
+    status, line = run()
+    assert status == 2
+    assert line.startswith(f"error: {str(gone)!r} cannot be read (No such file or directory): run")
+
+
 def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     put(tmp_path, a_txt="some text")
     run()
