@@ -27,6 +27,9 @@ from recipes.core.data import classfolder
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import processes
 
+# Raise it whenever equal sources, with equal settings, become other shards than before: shards of
+# earlier code are then written again. A test compares it with a digest of some shards.
+RULES = 1
 SHARD_BYTES = 1 << 27  # of source; a larger file is one group
 LONGEST_LINE = 1 << 26  # bytes
 ROWS_AT_ONCE = 1000  # of a .parquet; pyarrow's default is 65,536
@@ -193,7 +196,7 @@ def digest_of(content: Any) -> str:
 
 def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Record:
     """Writes a shard and, beside it, its record, unless both exist and were made from the same
-    ``sources`` in the same way.
+    ``sources`` in the same way, by the same `RULES`.
 
     how: what, besides the sources, determines the content. fill: writes it into a file, and returns
     what the record says about it. Raises InputError if a source is missing, and as ``fill``.
@@ -203,7 +206,7 @@ def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Reco
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
         raise InputError(f"{error.filename!r} {why}: run the same command again") from None
-    identity = digest_of([how, facts])
+    identity = digest_of([RULES, how, facts])
     record = files.read_json(path.with_suffix(".json"))
     is_made = record.get("source") == identity and path.is_file()
     if is_made and files.sha256(path) == record["sha256"]:

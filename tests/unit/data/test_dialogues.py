@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import json
@@ -19,7 +20,7 @@ import pytest
 
 from recipes import prepare
 from recipes.core import files
-from recipes.core.data import chat, dialogues, documents, made_dialogues
+from recipes.core.data import chat, dialogues, documents, made_dialogues, text
 from recipes.core.data.chat import Encoder
 from recipes.core.data.dialogues import Examples
 from recipes.core.errors import InputError
@@ -434,8 +435,8 @@ def test_the_next_command_has_the_absolute_path_of_a_model(
 
 
 def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
-    """Also if only what happens to bad rows differs. A damaged one, a changed file and other keys
-    make it again.
+    """Also if only what happens to bad rows differs. A damaged one, a changed file, other keys and
+    other code make it again.
     """
     for name in ("a", "b"):
         put_rows(tmp_path / f"source/{name}/{name}.jsonl", {"text": name * 3})
@@ -462,6 +463,8 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
         assert made("too_long=drop") == [0]
         assert opened(tmp_path)[0].digest != training.digest
         assert made("too_long=drop", "train_on=all") == [0, 1, 2]
+        patch.setattr(documents, "RULES", documents.RULES - 1)  # of earlier code
+        assert made("too_long=drop", "train_on=all") == [0, 1, 2]
     bins[0].write_bytes(b"")
     with pytest.raises(
         InputError, match=r"00000\.bin' is not a file of .* bytes: run python -m re"
@@ -472,6 +475,30 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
         opened(tmp_path)
     with pytest.raises(InputError, match=r"lacks index\.json .*source=FOLDER model=FOLDER"):
         dialogues.open_dialogues(str(tmp_path))
+
+
+def test_equal_rows_become_equal_shards(tmp_path: Path) -> None:
+    """If this fails, raise documents.RULES, and give both values here: shards of earlier code must
+    not be kept.
+    """
+    tokenizer = made_dialogues.made_tokenizer()
+    shards = io.BytesIO()
+    rows = {
+        "messages": [WITH_TOOLS, WITHOUT_TOOLS, {"messages": []}],
+        "prompt": [{"prompt": "1 + 1 =", "completion": " 2"}],
+        "text": [{"text": "ab<|im_end|>"}, {"text": "long " * 99}],
+    }
+    for template in (made_dialogues.TEMPLATE, CHATML):
+        tokenizer.chat_template = template
+        for kind, of_kind in rows.items():
+            facts = dialogues.facts_of("", tokenizer, kind, "completion")
+            made = Encoder(tokenizer, {**facts, "max_len": 300, "cut": True})
+            dialogues.write_examples(shards, made, [("", row) for row in of_kind])
+    path = tmp_path / "a.txt"
+    path.write_text("one<|endoftext|>two ☀")
+    text.write_documents("bytes", "<u2", shards, [path])
+    digest = hashlib.sha256(shards.getvalue()).hexdigest()
+    assert (documents.RULES, digest[:16]) == (1, "9f80ebe42a5c1c39")
 
 
 def test_an_unknown_token_is_refused(tmp_path: Path, run: Prepare) -> None:
