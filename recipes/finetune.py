@@ -49,8 +49,8 @@ def make_net(
     pretrained: bool = True,
     say: Callable[[str], object] = print,
 ) -> nn.Module:
-    """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as
-    `recipes.load` does.
+    """The network on the CPU. pretrained: False if weights are loaded into it afterwards, as on a
+    resume and by `recipes.load`.
     """
     is_random = not pretrained or cfg.weights or cfg.pretrained == "false"
     weights = "" if is_random else cfg.pretrained
@@ -130,7 +130,7 @@ def main(cfg: Config, run: Run) -> Results:
         train_set, batches, num_workers=cfg.num_workers, device=world.device, warn=run.warn
     )
 
-    net = make_net(cfg, classes, say=run.say)
+    net = make_net(cfg, classes, not run.will_resume(), run.say)
     models.require_size(net, cfg.arch, cfg.px)
     net.to(world.device)
     run.say(f"{cfg.arch}: {models.trained(net)}")

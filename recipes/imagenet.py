@@ -44,8 +44,8 @@ MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
 
 
-def make_net(cfg: Config, run: Run, classes: int) -> nn.Module:
-    net = models.classifier(cfg.arch, cfg.pretrained, classes, cfg.zero_init_residual)
+def make_net(cfg: Config, run: Run, classes: int, pretrained: str = "") -> nn.Module:
+    net = models.classifier(cfg.arch, pretrained, classes, cfg.zero_init_residual)
     if cfg.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return net.to(run.world.device).to(memory_format=torch.channels_last)
@@ -123,8 +123,9 @@ def main(cfg: Config, run: Run) -> Results:
         warn=run.warn,
     )
     run.say(f"decoder: {validation.decoder}")
-    net = make_net(cfg, run, len(train_set.classes))
-    if cfg.weights:
+    is_new = not run.will_resume()
+    net = make_net(cfg, run, len(train_set.classes), cfg.pretrained if is_new else "")
+    if cfg.weights and is_new:
         trained.start_from(net, cfg.weights, train_set.classes, run.say)
     model = world.parallel(net, cfg)
     lr = optimisation.scaled_lr(run, cfg.lr, cfg.lr_batch_size, batches)

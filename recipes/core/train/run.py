@@ -93,6 +93,17 @@ class Run:
         if self.rows:
             self.rows.close()
 
+    def will_resume(self) -> bool:
+        """Whether `resume` will load a checkpoint, which replaces all weights: those to start from
+        are then not needed, and may no longer exist. Called by all ranks.
+        """
+
+        def is_chosen() -> bool:
+            is_named = self.keys.resume not in ("auto", "never")
+            return is_named or bool(checkpoint.candidates(self.checkpoints.folder))
+
+        return self.world.from_rank_0("resumes", is_chosen)
+
     def resume(self, state: checkpoint.State, batches: Source[Part]) -> None:
         """Starts the run with ``state``, after loading the checkpoint that ``resume=`` selects, if
         there is one.

@@ -34,7 +34,7 @@ STD = (0.229, 0.224, 0.225)
 Train = Callable[..., Trained]
 
 
-def small_net(cfg: Config, run: object, classes: int) -> nn.Module:
+def small_net(cfg: Config, run: object, classes: int, pretrained: str = "") -> nn.Module:
     conv = nn.Conv2d(3, 4, 5, stride=4)
     layers = [
         conv,
@@ -124,6 +124,10 @@ def test_an_evaluation_starts_from_the_weights_of_a_run(train: Train, tmp_path: 
     trained = train("max_steps=2")
     run_dir = trained.run.dir.rename(tmp_path / "before")
     assert train("evaluate=true", f"weights={run_dir}").results == trained.results
+    started = train("max_steps=1", f"weights={run_dir}")
+    run_dir.rename(tmp_path / "elsewhere")
+    again = train("evaluate=true", f"weights={run_dir}")  # the checkpoint has all weights
+    assert again.results == started.results
     with pytest.raises(ConfigError, match="cannot be used with pretrained=true"):
         train("pretrained=true", f"weights={run_dir}")
 
