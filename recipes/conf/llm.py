@@ -24,7 +24,7 @@ class Config(TrainKeys):
         "",
         "model to start from: a name on the Hugging Face hub, which recipes.prepare has fetched, "
         "or the absolute path of a folder",
-        pattern=r"[/~$].*|\w[\w.-]*(/\w[\w.-]*)?",
+        pattern=r"[/~].*|\w[\w.-]*(/\w[\w.-]*)?",
         form="a name such as Qwen/Qwen3-0.6B, or the absolute path of a folder",
     )
     allow_code: str = key(
