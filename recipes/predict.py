@@ -152,14 +152,15 @@ def main(argv: list[str]) -> int:
     model = trained.load(args.run, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"model: {model.path}", file=sys.stderr)
     faults: list[str] = []
-    table = Path(args.csv or os.devnull)
+    table = Path(args.csv or os.devnull).expanduser()
     if table.parent in DEVICES:
         with open(table, "wb") as opened:
             classify(model, args, faults, opened)
     else:
         # A rename replaces a link that another user has made in a shared folder.
         folder = trust.resolved(table.parent)
-        files.write_whole(folder / table.name, lambda file: classify(model, args, faults, file))
+        with files.writing_to(table.parent, "--csv"):
+            files.write_whole(folder / table.name, lambda file: classify(model, args, faults, file))
     for fault in faults:
         print(f"predict: {fault}", file=sys.stderr)
     return EXIT_CONFIG if faults else EXIT_DONE

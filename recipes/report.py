@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     folders = [Path(word) for word in words or [every_run]]
     paths = table.find(folders)
     if page:
-        out = Path(page)
+        out = Path(page).expanduser()
         content, count = html.page(paths)
         if not count:
             return errors.EXIT_CONFIG

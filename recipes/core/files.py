@@ -71,6 +71,8 @@ def write_whole(
         if is_missing and staging and not staging.exists() and path.parent.exists():
             line = "a later attempt writes to this run directory, so this attempt ends"
             raise MachineError(f"{path.parent.parent}: {line}") from None
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -201,6 +203,8 @@ def writing_to(folder: Path, key: str) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # of stdout
+        raise
     except OSError as error:
         fix = f"give another {key}="
         if is_full(error):

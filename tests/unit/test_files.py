@@ -93,6 +93,18 @@ def test_limits_of_what_is_read_and_shown(tmp_path: Path) -> None:
     assert sizes == ["99.9 kB", "0.1 MB", "9999.9 MB", "10.0 GB"]
 
 
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "none/out.csv"
+    with pytest.raises(FileNotFoundError, match=f"'{path}'$"):
+        files.write_bytes(path, b"")
+
+
+def test_a_closed_pipe_is_no_error_of_a_folder() -> None:
+    """The reader of stdout has closed it: `errors.status_of` ends the command without a line."""
+    with pytest.raises(BrokenPipeError), files.writing_to(Path("/d"), "data_dir"):
+        raise BrokenPipeError
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES])
 def test_a_full_disk_or_quota_is_told_from_other_errors(number: int) -> None:
     with pytest.raises(MachineError) as caught, files.writing_to(Path("/d"), "run_dir"):

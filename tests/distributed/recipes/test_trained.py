@@ -137,6 +137,8 @@ def test_predictions_name_images_in_order(
     assert float(row[3]) == pytest.approx(rows[1]["probabilities"]["class 1"], abs=1e-6)
     assert predict.main([str(run_dir), str(tmp_path / "b.png")]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'b.png'}  {rows[1]['class']} 0.")
+    with pytest.raises(MachineError, match=r"^--csv='.*/none': cannot be written .*other --csv=$"):
+        predict.main([str(run_dir), "--csv", str(tmp_path / "none/t.csv"), str(tmp_path / "b.png")])
     (tmp_path / "._b.png").write_bytes(b"hidden")
     (tmp_path / "d.png").write_bytes(b"damaged")
     assert predict.main([str(run_dir), str(tmp_path), "--json"]) == 2
