@@ -160,7 +160,7 @@ def main(cfg: Config, run: Run) -> Results:
                 yield net(images), labels
 
     metrics = scores.of_labels if cfg.multi_label else scores.of_classes
-    evaluate = partial(metrics, run, answers, len(classes))
+    evaluate = partial(metrics, run, answers, len(classes), classes)
     run.resume(checkpoint.State(net, optimizer, scheduler, ema, {"classes": list(classes)}), loader)
     for step in loop.steps(run, cfg, model, loader, evaluate):
         for part in step.parts:

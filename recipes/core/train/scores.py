@@ -4,7 +4,7 @@ image, average precision.
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,11 +118,13 @@ def evaluation(run: Run, in_step: bool = False) -> Iterator[nn.Module]:
         net.train(training)
 
 
-def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
+def of_classes(
+    run: Run, answers: Answers, classes: int, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """``val_top1``, ``val_f1`` (mean over the classes), ``val_recall`` by class, ``val_confusion``
     and ``val_samples``. A collective.
 
-    answers: as for `accuracy`; a negative label does not count.
+    answers: as for `accuracy`; a negative label does not count. names: of classes, for `of_one`.
     """
     counts = torch.zeros(3, classes, dtype=torch.int64, device=run.world.device)
     side = classes if classes <= LARGEST_MATRIX else 0
@@ -136,7 +138,7 @@ def of_classes(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
         )
         if side:
             matrix += torch.bincount(labels * side + predicted, minlength=side * side)
-    scores = of_counts(run.world.sum(counts))
+    scores = of_counts(run.world.sum(counts)) | of_one(run, names, counts)
     if side:
         scores["val_confusion"] = run.world.sum(matrix).view(side, side).tolist()
     return scores
@@ -160,9 +162,32 @@ def of_counts(counts: Tensor) -> dict[str, Any]:
     }
 
 
-def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
+def of_one(run: Run, names: Sequence[str], counts: Tensor) -> dict[str, float]:
+    """The F1, precision or recall of a class if ``best_metric`` is its name, such as
+    ``val_f1_cat``; 0 if it is undefined. names: of the classes. counts: as for `of_counts`.
+    """
+    if not names:
+        return {}
+    metric = run.settings.config.best_metric
+    hits, labels, predicted = counts.double()
+    scores = {
+        "val_f1_": 2 * hits / (labels + predicted),
+        "val_precision_": hits / predicted,
+        "val_recall_": hits / labels,
+    }
+    return {
+        kind + name: float(value.nan_to_num())
+        for kind, values in scores.items()
+        for name, value in zip(names, values, strict=True)
+        if kind + name == metric
+    }
+
+
+def of_labels(
+    run: Run, answers: Answers, classes: int, names: Sequence[str] = ()
+) -> dict[str, Any]:
     """For several labels per image: ``val_map`` (mean average precision), ``val_f1`` (mean, at
-    probability 1/2), ``val_samples``.
+    probability 1/2), ``val_samples``. names: as for `of_classes`.
 
     answers: logits (B, classes), and labels of 0 and 1 of the same shape. A collective, in which
     each rank gets the scores of all samples, of CLASSES_AT_ONCE classes at a time.
@@ -173,20 +198,20 @@ def of_labels(run: Run, answers: Answers, classes: int) -> dict[str, Any]:
     ]
     mine = torch.cat([torch.zeros(2, 0, classes), *pairs], 1)
     precisions: list[float] = []
-    hits: list[Tensor] = []
-    counts: list[Tensor] = []
+    parts: list[Tensor] = []
     samples = 0
     for part in mine.split(CLASSES_AT_ONCE, 2):
         logits, labels = _of_all_ranks(run, part).double()
         predicted = (logits > 0).double()
         precisions += average_precisions(logits, labels)
-        hits.append((predicted * labels).sum(0))
-        counts.append((predicted + labels).sum(0))
+        parts.append(torch.stack([predicted * labels, labels, predicted]).sum(1))
         samples = len(labels)
+    counts = torch.cat(parts, 1)
     return {
         "val_map": sum(precisions) / max(1, len(precisions)),
-        "val_f1": mean_f1(torch.cat(hits), torch.cat(counts)),
+        "val_f1": mean_f1(counts[0], counts[1] + counts[2]),
         "val_samples": samples,
+        **of_one(run, names, counts),
     }
 
 

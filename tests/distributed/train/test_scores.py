@@ -68,6 +68,36 @@ def test_the_memory_of_the_scores_grows_with_the_classes_and_not_with_their_squa
     assert results["val_recall"][7] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("val_f1_b", 0.5),
+        ("val_precision_b", 1 / 3),
+        ("val_recall_b", 1.0),
+        ("val_f1_none", 0.0),  # undefined
+        ("val_f1", None),
+        ("val_f1_x", None),
+    ],
+)
+def test_the_score_of_one_class_can_be_the_best_metric(
+    metric: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(config=SimpleNamespace(best_metric=metric))
+    run: Any = SimpleNamespace(world=SimpleNamespace(**vars(WORLD), gather=lambda part: [part]))
+    run.settings = settings
+    names = ["a", "b", "none"]
+    labels, predicted = torch.tensor([0, 0, 1, 0]), torch.tensor([1, 0, 1, 1])
+    one_hot = [F.one_hot(part, 3) for part in (predicted, labels)]
+    for score, answer in (
+        (scores.of_classes, (one_hot[0], labels)),
+        (scores.of_labels, (one_hot[0] - 0.5, one_hot[1])),
+    ):
+        monkeypatch.setattr(scores, "answered", lambda *_, answer=answer: [answer])
+        results = score(run, lambda net: [], 3, names)
+        single = {name: results[name] for name in results if name.count("_") > 1}
+        assert single == ({} if expected is None else {metric: pytest.approx(expected)})
+
+
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
 def test_scores_of_several_labels_are_those_of_scikit_learn(
     levels: int, monkeypatch: pytest.MonkeyPatch
