@@ -2,6 +2,9 @@
 additions, and opened from a checkpoint.
 """
 
+import functools
+import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -209,9 +212,15 @@ class LowRank(nn.Module):
         return F.linear(x, self.weight, self.bias) + self.scale * added
 
 
+@functools.cache
+def _source(kind: type) -> str:
+    return inspect.getsource(kind)
+
+
 def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
-    """Freezes all weights, and adds trained matrices to each linear layer but the head. modules:
-    names of those layers, separated by commas; "" for all. Raises InputError.
+    """Freezes all weights, and adds trained matrices to each linear layer but the head, and but
+    those whose weight their parent passes on: they would have no effect. modules: names of those
+    layers, separated by commas; "" for all. Raises InputError.
     """
     head = net.get_output_embeddings()
     layers = dict[str, list[tuple[str, nn.Linear]]]()
@@ -219,7 +228,11 @@ def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
         # a router of Llama 4 is a linear layer that returns more than a product
         is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
         if is_plain and layer is not head:
-            layers.setdefault(name.rpartition(".")[2], []).append((name, layer))
+            parent, _, short = name.rpartition(".")
+            # Mamba, in the slow code or in its kernels: self.dt_proj.weight @ x
+            passed_on = rf"self\.{short}\.weight[ ,)]"
+            if not re.search(passed_on, _source(net.get_submodule(parent).__class__)):
+                layers.setdefault(short, []).append((name, layer))
     wanted = modules.split(",") if modules else list(layers)
     kind = type(net).__name__
     if not layers:

@@ -555,6 +555,18 @@ def test_a_linear_layer_with_its_own_forward_pass_stays() -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj, causal.LowRank)
 
 
+def test_every_addition_to_a_mamba_is_trained() -> None:
+    """Its code multiplies by the weight of some layers, and does not call these layers."""
+    model: Any = net("mamba")
+    llm.prepare(Config(train="lora", pack=False), model)
+    model(torch.arange(8)[None], use_cache=False).logits.sum().backward()
+    added = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in added} == {"in_proj"}
+    assert all(gradient is not None for gradient in added.values())
+    with pytest.raises(InputError, match="the linear layers of MambaForCausalLM are in_proj: give"):
+        causal.add_low_rank(net("mamba"), "dt_proj", 2, 1.0)
+
+
 def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     training, _ = made_dialogues.made()
     llama = str(models / "llama")
