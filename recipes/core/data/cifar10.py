@@ -10,8 +10,6 @@ from pathlib import Path
 
 from recipes.core import files, trust
 from recipes.core.data import classfolder, datasets, pillow
-from recipes.core.data.classfolder import Listing
-from recipes.core.data.datasets import CIFAR10_CLASSES, CIFAR10_IDX
 from recipes.core.errors import InputError
 
 # torchvision's
@@ -31,7 +29,7 @@ def made_from(folder: Path) -> str:
 
 
 def _sha256_of(folder: Path) -> dict[str, str]:
-    return {name: files.sha256(folder / name) for name in CIFAR10_IDX}
+    return {name: files.sha256(folder / name) for name in datasets.CIFAR10_IDX}
 
 
 def local_source(source: str) -> Path:
@@ -53,14 +51,14 @@ def convert(source: Path, folder: Path, scratch: Path, name: str) -> None:
     """Writes the four IDX files and then index.json to ``folder``. scratch: an empty folder. name:
     of the source. Raises InputError.
     """
-    classes: tuple[str, ...] = CIFAR10_CLASSES
+    classes: tuple[str, ...] = datasets.CIFAR10_CLASSES
     if source.name in (ARCHIVE, BATCHES):
         parts = _from_torchvision(source, scratch)
     else:
         folders = datasets.split_folders(source, "source")
         train = classfolder.scan(folders["train"])
         classes = train.classes
-        if len(classes) > len(CIFAR10_CLASSES):
+        if len(classes) > len(datasets.CIFAR10_CLASSES):
             excess = f"train/ has {len(classes)} classes, but CIFAR-10 has ten"
             raise InputError(f"source={str(source)!r}: {excess}")
         test = classfolder.scan(folders["test"], classes)
@@ -114,7 +112,7 @@ def _from_torchvision(source: Path, scratch: Path) -> dict[str, Images]:
     return parts
 
 
-def _from_listing(listing: Listing) -> Images:
+def _from_listing(listing: classfolder.Listing) -> Images:
     """The images of a class folder in its order, other sizes cropped to the centre and resized.
     Raises InputError.
     """

@@ -15,7 +15,6 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import RandomResizedCrop
 
 from recipes.core.data import pillow
-from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError, one_line, require
 
 # JPEG markers that are followed by the image's size
@@ -122,7 +121,7 @@ def decode_any(decoder: Decoder, data: bytes) -> Pixels:
         if data[:2] != b"\xff\xd8":
             raise ValueError("not a JPEG")
         if _announced(data) > MOST_PIXELS:
-            raise Unreadable("has more than 178 million pixels")
+            raise pillow.Unreadable("has more than 178 million pixels")
         return decoder.decode(data)
     except (RuntimeError, ValueError):
         return np.asarray(pillow.decode(data))
@@ -162,7 +161,7 @@ def centre_crop(decoder: Decoder, pixels: Pixels, side: int, shorter: int) -> Pi
     before = pixels.shape[:2]
     height, width = pillow.resized(before[0], before[1], shorter)
     if height * width > MOST_PIXELS:
-        raise Unreadable(f"is {before[1]} x {before[0]} pixels: its longer side is too long")
+        raise pillow.Unreadable(f"is {before[1]} x {before[0]} pixels: its longer side is too long")
     if (height, width) != before:
         pixels = decoder.resize(pixels, height, width)
     # round() as in torchvision's center_crop, which prefers the even one of two centres

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from recipes.core.data import classfolder, datasets, decode
-from recipes.core.data.classfolder import Listing
 from recipes.core.data.decode import Decoder, Pixels
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
@@ -58,7 +57,7 @@ class Fake:
 
 
 # A set of compressed images with labels. `read` raises OSError and Unreadable.
-Images = Listing | Packed | Fake
+Images = classfolder.Listing | Packed | Fake
 
 
 def open_images(

@@ -12,8 +12,6 @@ from torch.nn import functional
 
 from recipes.core import errors
 from recipes.core.data import datasets, sampling
-from recipes.core.data.datasets import Dataset
-from recipes.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class ImageSet:
         return ImageSet(self.images.to(device), self.labels.to(device))
 
 
-def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
+def load(dataset: datasets.Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
     """The training and the test set of MNIST or CIFAR-10. data_dir: as in `datasets.folder_of`.
     Raises InputError with the prepare command.
     """
@@ -57,10 +55,10 @@ def load(dataset: Dataset, data_dir: str) -> tuple[ImageSet, ImageSet]:
         images = tensor(images_path)
         labels = tensor(labels_path).long()
         if len(images) != len(labels):
-            raise InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
+            raise errors.InputError(f"{labels_path}: {len(labels)} labels for {len(images)} images")
         if (labels > 9).any():
             why = f"it has label {labels.max()}, but there are ten classes"
-            raise InputError(f"{labels_path}: is damaged ({why})")
+            raise errors.InputError(f"{labels_path}: is damaged ({why})")
         return ImageSet(images if images.ndim == 4 else images.unsqueeze(1), labels)
 
     paths = datasets.find_files(dataset, data_dir)

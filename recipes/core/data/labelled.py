@@ -18,9 +18,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from recipes.core.data import classfolder, datasets, pillow, sampling
-from recipes.core.data.classfolder import Listing
 from recipes.core.data.image_sets import Fake
-from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 from recipes.core.files import read_bounded
 
@@ -71,7 +69,7 @@ class Table:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-Images = Listing | Table | Fake
+Images = classfolder.Listing | Table | Fake
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Pictures(Dataset[Any]):
         at = self.positions[i]
         try:
             image = pillow.decode(self.source.read(at))
-        except Unreadable as error:
+        except pillow.Unreadable as error:
             name = f"{self.source.place}: {self.source.name(at)!r}"
             raise InputError(f"{name} {error}: remove it, or replace it") from None
         return self.transform(image), self.source.label(at)
@@ -168,14 +166,16 @@ def _split_folders(folder: Path, say: Say) -> dict[str, Path]:
     return folders
 
 
-def _check_classes(source: Listing | Table, say: Say) -> None:
+def _check_classes(source: classfolder.Listing | Table, say: Say) -> None:
     """Raises InputError for a single class, and warns of classes whose names differ only in
     spelling.
     """
     if len(source.classes) == 1 and not _several(source):
         fix = "give images of at least two classes"
         inner = Path(source.place, source.classes[0])
-        if isinstance(source, Listing) and any(entry.is_dir() for entry in inner.iterdir()):
+        if isinstance(source, classfolder.Listing) and any(
+            entry.is_dir() for entry in inner.iterdir()
+        ):
             fix = f"if the classes are the folders in it, give data_dir={str(inner)!r}"
         raise InputError(f"{source.place!r} has only the class {source.classes[0]!r}: {fix}")
 

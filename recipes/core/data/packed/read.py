@@ -11,9 +11,7 @@ import numpy as np
 
 from recipes.core import files
 from recipes.core.data import datasets
-from recipes.core.data.datasets import DataFile
 from recipes.core.data.packed import format
-from recipes.core.data.packed.format import PackedCopy
 from recipes.core.data.pillow import Unreadable
 from recipes.core.errors import InputError
 
@@ -30,7 +28,7 @@ class Packed:
     fetches exactly one sample, and the pages do not count as the job's memory.
     """
 
-    def __init__(self, folder: Path, copy: PackedCopy, split: str) -> None:
+    def __init__(self, folder: Path, copy: format.PackedCopy, split: str) -> None:
         again = f"pack again: {datasets.prepare_command('imagenet', folder)}"
         parts = copy.splits[split]
         self.kind = f"packed jpeg, {copy.size} px"
@@ -91,7 +89,7 @@ def _allow_open_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(soft + count, hard)), hard))
 
 
-def _open(folder: Path, file: DataFile, again: str) -> BinaryIO:
+def _open(folder: Path, file: datasets.DataFile, again: str) -> BinaryIO:
     """Opens a file for reading. Raises InputError if it is missing or has another size."""
     path = folder / file.name
     try:

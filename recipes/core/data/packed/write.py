@@ -17,10 +17,7 @@ from typing import IO, Any
 
 from recipes.core import files, trust
 from recipes.core.data import classfolder, datasets, pillow
-from recipes.core.data.classfolder import Listing
 from recipes.core.data.packed import format
-from recipes.core.data.packed.format import PackedCopy
-from recipes.core.data.pillow import Unreadable
 from recipes.core.data.progress import progress
 from recipes.core.errors import InputError
 
@@ -36,7 +33,7 @@ def pack(
     quality: int = 90,
     workers: int = 0,
     say: Say = print,
-) -> PackedCopy:
+) -> format.PackedCopy:
     """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the
     finished copy there.
 
@@ -75,7 +72,7 @@ def pack(
             return format.read_index(target)
 
 
-def _verified(target: Path, size: int, quality: int) -> PackedCopy:
+def _verified(target: Path, size: int, quality: int) -> format.PackedCopy:
     """The finished copy in ``target``. Raises InputError if it is damaged or was packed with other
     options.
     """
@@ -105,7 +102,7 @@ def _check_target(target: Path) -> None:
 
 
 def _write_split(
-    split: str, listing: Listing, target: Path, encode: Encode, workers: int, say: Say
+    split: str, listing: classfolder.Listing, target: Path, encode: Encode, workers: int, say: Say
 ) -> dict[str, Any]:
     """Writes a split's shards and index, and returns its part of index.json. Raises InputError if
     too many images are unreadable.
@@ -143,7 +140,7 @@ def _write_split(
 
 def _write_shard(
     split: str,
-    listing: Listing,
+    listing: classfolder.Listing,
     target: Path,
     encode: Encode,
     stopped: threading.Event,
@@ -167,7 +164,7 @@ def _write_shard(
             try:
                 data = pillow.read_file(listing.folder / name, trust.without_links_of_others)
                 payload, height, width = encode(data)
-            except Unreadable as error:
+            except pillow.Unreadable as error:
                 skipped.append({"file": f"{split}/{name}", "why": str(error)})
                 continue
             label = listing.label(i)
