@@ -86,19 +86,13 @@ def limited(examples: Examples, size: int) -> Examples:
 
 
 def open_dialogues(data_dir: str) -> tuple[Examples, Examples]:
-    """The examples to train on, and those to evaluate. Checks the sizes of the shards, but not
-    their SHA-256. Raises InputError.
-    """
-    folder = datasets.find_files(datasets.DIALOGUES, data_dir)[0].parent
-    again = f"run {datasets.DIALOGUES.prepare(datasets.folder_of(data_dir))} again"
-    index = files.read_json(folder / "index.json")
-    if not VERSION.items() <= index.items():
-        why = "is damaged, or does not describe dialogues"
-        raise InputError(f"{str(folder / 'index.json')!r} {why}: {again}")
-    shards = []
-    for number, record in enumerate(index["shards"]):
-        count = record["tokens"] + 4 * record["examples"]
-        shards.append(documents.mapped(folder / f"{number:05d}.bin", count, "<u4", again))
+    """The examples to train on, and those to evaluate. Raises InputError."""
+    index, shards = documents.opened(
+        datasets.DIALOGUES,
+        VERSION,
+        data_dir,
+        lambda record: record["tokens"] + 4 * record["examples"],
+    )
     return divided(shards, index)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from recipes.core import errors, files, trust
-from recipes.core.data import classfolder
+from recipes.core.data import classfolder, datasets
 from recipes.core.errors import InputError, MachineError
 from recipes.core.place import processes
 
@@ -219,11 +219,32 @@ def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Reco
     return record
 
 
-def mapped(path: Path, count: int, dtype: str, again: str) -> Array:
-    """The ``count`` numbers of a shard, mapped into memory. Checks its size, but not its SHA-256,
-    as it would read all of it. Raises InputError with ``again``, the command that writes it.
+def opened(
+    dataset: datasets.Dataset, version: Record, data_dir: str, count: Callable[[Record], int]
+) -> tuple[Record, list[Array]]:
+    """index.json of a data set, and its shards, mapped into memory. Checks their sizes, but not
+    their SHA-256, as it would read all of them. Raises InputError.
+
+    count: the number of numbers in a shard, by its record.
     """
-    size = count * np.dtype(dtype).itemsize
-    if not path.is_file() or path.stat().st_size != size:
-        raise InputError(f"{str(path)!r} is not a file of {size} bytes: {again}")
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+    folder = datasets.find_files(dataset, data_dir)[0].parent
+    again = f"run {dataset.prepare(datasets.folder_of(data_dir))} again"
+    path = folder / "index.json"
+    index = files.read_json(path)
+    dtype = index.get("dtype", "<u4")
+    try:
+        if not version.items() <= index.items() or dtype not in ("<u2", "<u4"):
+            raise ValueError
+        counts = list(map(count, index["shards"]))
+    except (KeyError, ValueError, TypeError):
+        why = f"is damaged, or does not describe {dataset.name}"
+        raise InputError(f"{str(path)!r} {why}: {again}") from None
+
+    shards = list[Array]()
+    for number, size in enumerate(counts):
+        path = folder / f"{number:05d}.bin"
+        bytes_ = size * np.dtype(dtype).itemsize
+        if not path.is_file() or path.stat().st_size != bytes_:
+            raise InputError(f"{str(path)!r} is not a file of {bytes_} bytes: {again}")
+        shards.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
+    return index, shards

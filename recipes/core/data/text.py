@@ -95,28 +95,13 @@ class Text:
 
 
 def open_text(data_dir: str) -> Text:
-    """The text in ``data_dir``. Checks the sizes of its shards, but not their SHA-256, as it would
-    read all of them. Raises InputError.
-    """
-    folder = datasets.find_files(datasets.TEXT, data_dir)[0].parent
-    again = f"run {datasets.TEXT.prepare(datasets.folder_of(data_dir))} again"
-    index = files.read_json(folder / "index.json")
-    shards = []
-    try:
-        vocabulary = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")]
-        end = int(index["end"])
-        dtype = index["dtype"]
-        facts = [(int(shard["tokens"]), str(shard["sha256"])) for shard in index["shards"]]
-        known = VERSION.items() <= index.items() and dtype in ("<u2", "<u4")
-        if not known or not 0 <= end < len(vocabulary):
-            raise ValueError
-    except (KeyError, ValueError, TypeError, AttributeError):
-        why = "is damaged, or does not describe a text"
-        raise InputError(f"{str(folder / 'index.json')!r} {why}: {again}") from None
-    for number, (tokens, _) in enumerate(facts):
-        path = folder / f"{number:05d}.bin"
-        shards.append(documents.mapped(path, tokens, dtype, again))
-    return Text(shards, vocabulary, end, documents.digest_of(facts))
+    """The text in ``data_dir``. Raises InputError."""
+    index, shards = documents.opened(
+        datasets.TEXT, VERSION, data_dir, lambda record: int(record["tokens"])
+    )
+    vocabulary = [bytes.fromhex(token) for token in index["vocabulary"].split(" ")]
+    facts = [(record["tokens"], record["sha256"]) for record in index["shards"]]
+    return Text(shards, vocabulary, index["end"], documents.digest_of(facts))
 
 
 def write(source: str, folder: Path, tokenizer: str, workers: int, say: documents.Say) -> None:

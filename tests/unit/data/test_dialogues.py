@@ -470,9 +470,11 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
         InputError, match=r"00000\.bin' is not a file of .* bytes: run python -m re"
     ):
         opened(tmp_path)
-    (tmp_path / "data/dialogues/index.json").write_text("{}")
-    with pytest.raises(InputError, match=r"index\.json' is damaged"):
-        opened(tmp_path)
+    index = tmp_path / "data/dialogues/index.json"
+    for damaged in ("{}", index.read_text().replace('"examples"', '"example"')):
+        index.write_text(damaged)
+        with pytest.raises(InputError, match=r"index\.json' is damaged"):
+            opened(tmp_path)
     with pytest.raises(InputError, match=r"lacks index\.json .*source=FOLDER model=FOLDER"):
         dialogues.open_dialogues(str(tmp_path))
 

@@ -371,9 +371,7 @@ def test_a_damaged_text_is_refused(tmp_path: Path, run: Prepare) -> None:
     ):
         assert damaged != known
         index.write_text(damaged)
-        with pytest.raises(
-            InputError, match=r"index\.json' is damaged, or does not describe a text"
-        ):
+        with pytest.raises(InputError, match=r"index\.json' is damaged, or does not describe text"):
             text.open_text(where)
     # prepare writes into a folder in data_dir=, which is then found first
     renamed = folder.rename(folder.with_name("mine"))
