@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,10 +166,8 @@ def write_all(
     workers: number of processes, 0: one for each CPU. Raises MachineError, and what ``fill``
     raises.
     """
-    tasks = [
-        (folder / f"{number:05d}.bin", group, how, fill) for number, group in enumerate(groups)
-    ]
-    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
+    paths = [folder / f"{number:05d}.bin" for number in range(len(groups))]
+    count = min(workers or len(os.sched_getaffinity(0)), len(paths))
     spawn = multiprocessing.get_context("spawn")
     # an unfinished set must not look complete
     (folder / "index.json").unlink(missing_ok=True)
@@ -176,9 +175,9 @@ def write_all(
     try:
         # An error or Ctrl-C ends map(), which cancels what has not begun.
         with ProcessPoolExecutor(count, spawn, _start, (os.getpid(),)) as pool:
-            for record in pool.map(write_one, *zip(*tasks, strict=True)):
+            for record in pool.map(partial(write_one, how, fill), paths, groups):
                 records.append(record)
-                say(f"shard {len(records)} of {len(tasks)}: {record['tokens']:,} tokens")
+                say(f"shard {len(records)} of {len(paths)}: {record['tokens']:,} tokens")
     except BrokenProcessPool:
         why = "a worker process died, probably for lack of memory"
         raise MachineError(f"{why}: reduce workers=") from None
@@ -194,7 +193,7 @@ def digest_of(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def write_one(path: Path, sources: Sequence[Path], how: Any, fill: Fill) -> Record:
+def write_one(how: Any, fill: Fill, path: Path, sources: Sequence[Path]) -> Record:
     """Writes a shard and, beside it, its record, unless both exist and were made from the same
     ``sources`` in the same way, by the same `RULES`.
 

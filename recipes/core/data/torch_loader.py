@@ -392,10 +392,7 @@ def _or_error(make: Callable[[], Any]) -> Any:
 
 def _equal(leaf: Any, other: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
-        if leaf.shape != other.shape:
-            return False
-        are_nan = (leaf != leaf) & (other != other)
-        return bool(((leaf == other) | are_nan).all())
+        return leaf.shape == other.shape and torch.allclose(leaf, other, 0, 0, equal_nan=True)
     return not isinstance(leaf, int | float | str) or leaf == other
 
 
