@@ -18,7 +18,6 @@ SSL_CERT_DIR are honoured. Exit status: 0 done; 2 invalid arguments or a damaged
 machine cannot do it (offline, disk full); 130 Ctrl-C.
 """
 
-import dataclasses
 import gzip
 import hashlib
 import http.client
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files, trust
-from recipes.core.config import declare, parser
+from recipes.core.config import declare, help, parser
 from recipes.core.config.declare import key
 from recipes.core.data import cifar10, datasets
 from recipes.core.data.packed import write
@@ -143,7 +142,10 @@ def main(argv: Sequence[str]) -> int:
 def _main(arguments: list[str], told: dict[str, Any]) -> int:
     """Runs a command line without ``--json``. told: gets the dataset and its keys."""
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(_help())
+        lines = [(__doc__ or "").rstrip()]
+        for name, (keys, _) in DATASETS.items():
+            lines += help.keys_of(f"keys of {name}", keys)
+        print("\n".join(lines))
         return EXIT_DONE
     try:
         name, *words = arguments
@@ -171,16 +173,6 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
     told["error"] = message
     print(f"error: {shown(message, 1000)}", file=sys.stderr)
     return status
-
-
-def _help() -> str:
-    lines = [(__doc__ or "").rstrip()]
-    for name, (keys, _) in DATASETS.items():
-        lines += ["", f"keys of {name}:"]
-        for field in dataclasses.fields(keys):
-            default = "" if field.default in ("", None) else f" (default {field.default})"
-            lines.append(f"    {field.name + '=':<19}{field.metadata['help']}{default}")
-    return "\n".join(lines)
 
 
 # Each function for a dataset returns the recipe to give launch.py next, with its keys.

@@ -36,17 +36,23 @@ def help_text(recipe: str = "", with_job_keys: bool = False) -> str:
         lines.append("python launch.py recipe=NAME --help              shows the keys of a recipe")
         lines.append(f"recipes: {', '.join(recipe_conf.names())}")
     for heading, cls in groups:
-        lines += ["", f"{heading}:"]
-        for field in dataclasses.fields(cls):
-            word = f"  {field.name}={typed(field.default)}"
-            indent = " " * INDENT
-            begin = f"{word:<{INDENT}}"
-            if len(word) >= INDENT:
-                lines.append(word)
-                begin = indent
-            meaning = begin + field.metadata.get("help", "")
-            lines += textwrap.wrap(meaning, COLUMNS, subsequent_indent=indent)
+        lines += keys_of(heading, cls)
     return "\n".join(lines)
+
+
+def keys_of(heading: str, cls: type) -> list[str]:
+    """An empty line, a heading, and the keys of a dataclass."""
+    lines = ["", f"{heading}:"]
+    for field in dataclasses.fields(cls):
+        word = f"  {field.name}={typed(field.default)}"
+        indent = " " * INDENT
+        begin = f"{word:<{INDENT}}"
+        if len(word) >= INDENT:
+            lines.append(word)
+            begin = indent
+        meaning = begin + field.metadata.get("help", "")
+        lines += textwrap.wrap(meaning, COLUMNS, subsequent_indent=indent)
+    return lines
 
 
 def typed(value: object) -> str:

@@ -305,7 +305,7 @@ def test_the_help_names_every_key(argv: list[str], capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "python -m recipes.prepare mnist data_dir=DIR" in out
     for keys in (prepare.PrepareKeys, prepare.ImagenetKeys, prepare.WeightsKeys):
-        assert all(f"    {field.name}=" in out for field in dataclasses.fields(keys))
+        assert all(f"\n  {field.name}=" in out for field in dataclasses.fields(keys))
 
 
 def test_data_dir_defaults_to_recipes_data(monkeypatch: pytest.MonkeyPatch) -> None:
