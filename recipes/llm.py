@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from recipes.conf.llm import Config
 from recipes.core.config.run_keys import Dtype
-from recipes.core.data import chat, dialogues, made_dialogues
+from recipes.core.data import chat, dialogues, documents, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError
 from recipes.core.train import (
@@ -64,7 +64,7 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
     if chat.tokenizer_digest(tokenizer) != facts["tokenizer"]:
         raise InputError(f"model={cfg.model}: the data has tokens of another tokenizer: {fix}")
     is_rendered = facts["kind"] == "messages"
-    if is_rendered and chat.template_digest(tokenizer) != facts["template"]:
+    if is_rendered and documents.digest_of(tokenizer.chat_template) != facts["template"]:
         raise InputError(f"model={cfg.model}: the data has another chat template: {fix}")
     net = causal.open_model(cfg.model, cfg.allow_code)
     net.generation_config.eos_token_id = facts["ends"]

@@ -104,11 +104,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return digest_of(content)
 
 
-def template_digest(tokenizer: Any) -> str:
-    """The same for equal chat templates."""
-    return digest_of(tokenizer.chat_template)
-
-
 def kind_of(row: Any) -> str:
     """The kind of a row; "" if it has none."""
     for kind, names in KINDS.items():

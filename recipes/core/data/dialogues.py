@@ -139,7 +139,7 @@ def facts_of(model: str, tokenizer: Any, kind: str, train_on: str) -> Record:
         "kind": kind,
         "train_on": train_on,
         "tokenizer": chat.tokenizer_digest(tokenizer),
-        "template": chat.template_digest(tokenizer),
+        "template": documents.digest_of(tokenizer.chat_template),
         "vocabulary": len(tokenizer),
         "pad": ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         "ends": ends,
