@@ -154,7 +154,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/launch/cli.py",
-        "    not_checked = checks.find_data(settings, ROOT, Path.cwd())\n",
+        "    not_checked = checks.find_data(settings, ROOT)\n",
         '    not_checked = ""\n',
         "a job whose data is missing is submitted",
         "tests/unit/launch/test_cli.py::test_a_job_whose_data_is_missing_is_not_submitted",

@@ -109,8 +109,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config/parser.py",
-        "chosen = {**defaults, **of_dataset, **from_run, **given}",
-        "chosen = {**given, **of_dataset, **from_run, **defaults}",
+        "absolute({**defaults, **of_dataset, **from_run, **given}, recipe_class)",
+        "absolute({**given, **of_dataset, **from_run, **defaults}, recipe_class)",
         "a key in the site's profile overrides the typed key",
         "tests/unit/config/test_config.py::test_the_precedence_of_a_run_key "
         "tests/unit/config/test_config.py::test_the_precedence_of_a_job_key",
@@ -124,8 +124,8 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/config/parser.py",
-        "{name: value for name, value in words.items() if name not in job_names}",
-        "{name: value for name, value in words.items() if name in declare.names_of(recipe_class)}",
+        "{name: chosen[name] for name in words if name not in job_names}",
+        "{name: chosen[name] for name in words if name in declare.names_of(recipe_class)}",
         "run keys such as run_dir= and resume= do not reach the ranks",
         "tests/unit/launch/test_jobs.py::test_paths_are_relative_to_the_folder_of_the_submission",
     ),

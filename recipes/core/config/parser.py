@@ -32,7 +32,7 @@ class Settings:
     job: JobKeys
     run: RunKeys
     config: Any  # the recipe's keys
-    # run and recipe keys as given (in a ``config=`` file or as words), as text
+    # run and recipe keys as given (in a ``config=`` file or as words), as text; paths are absolute
     typed: Words
     # the keys for ``config.yaml``: all of the recipe's, and the run keys that were given
     saved: dict[str, Any]
@@ -42,24 +42,6 @@ class Settings:
     # keys that come from the run that is resumed
     from_run: Words = dataclasses.field(default_factory=dict)
     resumes: Path | None = None  # the directory of that run
-
-    def absolute(self, words: Words, base: Path) -> Words:
-        """Run and recipe keys with paths made absolute against ``base``. Raises ConfigError."""
-        return absolute(words, type(self.config), base)
-
-    def with_absolute_paths(self, base: Path) -> "Settings":
-        """These settings with the typed paths made absolute against ``base``. Raises
-        ConfigError.
-        """
-        typed = self.absolute(self.typed, base)
-        paths = {name: path for name, path in typed.items() if path != self.typed[name]}
-        run, config = (
-            dataclasses.replace(
-                keys, **{name: paths[name] for name in paths if hasattr(keys, name)}
-            )
-            for keys in (self.run, self.config)
-        )
-        return dataclasses.replace(self, typed=typed, run=run, config=config)
 
     def words_from_run(self) -> str:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for
@@ -85,7 +67,8 @@ def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) 
     recipe: "" for words of launch.py, which have ``recipe=`` and job keys. environ: read for
     ``$RECIPES_CLUSTER``, ``$RECIPES_CONTAINER…`` and ``$RECIPES_DATA``. inherited: the directory
     and the keys of the run that is resumed, by the run keys, the recipe and its dataclass. Raises
-    ConfigError for the first thing that is invalid.
+    ConfigError for the first thing that is invalid, and MachineError if ``run_dir`` is a link of
+    another user.
     """
     with_job_keys = not recipe
     recipe = recipe or words.get("recipe", "")
@@ -102,7 +85,7 @@ def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) 
     from_run = {name: value for name, value in of_run.items() if name not in given}
     dataset = str(given.get("dataset", from_run.get("dataset", "")))
     of_dataset = recipe_conf.datasets(recipe).get(dataset, {})
-    chosen = {**defaults, **of_dataset, **from_run, **given}
+    chosen = absolute({**defaults, **of_dataset, **from_run, **given}, recipe_class)
 
     job = declare.build(JobKeys, chosen) if with_job_keys else JobKeys()
     run = declare.build(RunKeys, chosen)
@@ -115,7 +98,7 @@ def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) 
         job=dataclasses.replace(job, recipe=recipe, cluster=cluster),
         run=run,
         config=config,
-        typed={name: value for name, value in words.items() if name not in job_names},
+        typed={name: chosen[name] for name in words if name not in job_names},
         saved=saved_keys(run, config, {*given, *from_run}),
         of_job=tuple(name for name in words if name in job_names),
         from_run=from_run,
@@ -168,18 +151,11 @@ def _check_names(words: Words, recipe: str, recipe_class: type, with_job_keys: b
 
 
 def saved_keys(run: RunKeys, config: Any, given: set[str]) -> dict[str, Any]:
-    """The keys for ``config.yaml``, with absolute paths. given: the names of the keys that are
-    given or inherited.
-    """
+    """The keys for ``config.yaml``. given: the names of the keys that are given or inherited."""
     run_keys = given & declare.names_of(RunKeys) - declare.declared("not_inherited", RunKeys)
     chosen = dict(vars(config))
     chosen |= {name: value for name, value in vars(run).items() if name in run_keys}
-    saved = {name: declare.plain(value) for name, value in chosen.items()}
-    texts = {name: value for name, value in saved.items() if isinstance(value, str)}
-    # the current folder was removed: a relative path stays as typed
-    with contextlib.suppress(FileNotFoundError):
-        saved |= absolute(texts, type(config), Path())
-    return saved
+    return {name: declare.plain(value) for name, value in chosen.items()}
 
 
 def _misplaced(name: str, value: str) -> str:
@@ -210,22 +186,28 @@ def parse_keys(cls: type, argv: Sequence[str]) -> Any:
     return declare.build(cls, words)
 
 
-def absolute(words: Words, recipe_class: type, base: Path) -> Words:
-    """``words`` with every path made absolute against ``base``, so that a job finds it from any
-    folder. Raises ConfigError.
+def absolute(keys: Mapping[str, Any], recipe_class: type) -> dict[str, Any]:
+    """``keys`` with every path made absolute, so that a job finds it from any folder. Raises
+    ConfigError, and MachineError if ``run_dir`` is a link of another user.
     """
     paths = declare.declared("path", RunKeys, recipe_class)
-    result = dict(words)
-    for name, value in words.items():
+    result = dict(keys)
+    for name, value in keys.items():
         is_path = (
             name in paths
             or (name == "resume" and value not in RESUME_WORDS)
             or (name == "network" and envfile.is_path(value))
         )
-        if is_path and value and value[0] != "$":  # a variable is resolved on the node
+        typed = os.path.expanduser(value) if is_path else ""
+        # a variable is resolved on the node, and an unknown home or a line break is refused later
+        if typed[:1] in ("", "$", "~") or declare.CONTROL.search(typed):
+            continue
+        # the current folder was removed: a relative path stays as typed
+        with contextlib.suppress(FileNotFoundError):
             # Path.resolve() raises where links lead in a circle
-            typed = base / Path(value).expanduser()
-            path = str(trust.resolved(typed)) if name == "run_dir" else os.path.realpath(typed)
+            path = os.path.realpath(typed)
+            if name == "run_dir":
+                path = str(trust.resolved(Path(typed)))
             if declare.CONTROL.search(path):
                 raise ConfigError(
                     f"{name}={shown(value)}: {shown(path)} has characters that cannot be printed; "

@@ -75,7 +75,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
     environ = {name: value for name, value in environ.items() if name not in left_over}
     repository = source.home(ROOT)
     jobs.require_printable(ROOT, repository)
-    settings = command_line.parse(words, recipe=recipe).with_absolute_paths(repository)
+    settings = command_line.parse(words, recipe=recipe)
     umask = int(settings.run.umask, 8)
     os.umask(umask)
     _restrict_log(job, umask)

@@ -19,7 +19,6 @@ from typing import Any
 
 from recipes.core import files, trust
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS
 from recipes.core.data import datasets
 from recipes.core.errors import (
     ConfigError,
@@ -69,14 +68,13 @@ def start(
     run_dir: Path,
     ranks: int,
     root: Path,
-    base: Path,
     timeout_s: float = START_S,
 ) -> Found:
     """Starts the recipe in a temporary run directory and returns its findings.
 
     run_dir: the run directory of the job, which is only read. ranks: number of ranks of the job.
-    root: the repository. base: the folder that typed paths are relative to. Raises InputError,
-    MachineError or RunError with the recipe's own line; its exit status selects the class.
+    root: the repository. Raises InputError, MachineError or RunError with the recipe's own line;
+    its exit status selects the class.
     """
     if not settings.config.starts_a_run:
         return Found()
@@ -87,7 +85,7 @@ def start(
         found_file = folder / "found.json"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
         request = Request(str(found_file), ranks)
-        words = [f"{name}={value}" for name, value in arguments(settings, place, base).items()]
+        words = [f"{name}={value}" for name, value in arguments(settings, place).items()]
         environ = environment_of_dry_run(settings, request)
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         stderr = folder / "stderr"  # a pipe would stay open as long as a process of the recipe runs
@@ -124,12 +122,12 @@ def start(
     raise classes.get(code, RunError)(line)
 
 
-def find_data(settings: Settings, root: Path, base: Path) -> str:
+def find_data(settings: Settings, root: Path) -> str:
     """Looks for the files of the run's dataset without opening them. Returns why it could not look;
     "" if it could.
 
-    root: the repository. base: the folder that typed paths are relative to. Raises InputError if
-    files are missing in a folder that exists, or in the repository's own data/.
+    root: the repository. Raises InputError if files are missing in a folder that exists, or in the
+    repository's own data/.
     """
     keys = settings.config
     dataset = getattr(keys, "dataset", "")
@@ -138,10 +136,9 @@ def find_data(settings: Settings, root: Path, base: Path) -> str:
         return ""
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir}: the path contains $, so the data was not checked"
-    data_dir = settings.absolute({"data_dir": keys.data_dir}, base)["data_dir"]
-    folder = str(root / datasets.folder_of(data_dir))
-    if (data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
-        key = "data_dir" if data_dir else "RECIPES_DATA"
+    folder = str(root / datasets.folder_of(keys.data_dir))
+    if (keys.data_dir or os.environ.get("RECIPES_DATA")) and not datasets.kind(Path(folder)):
+        key = "data_dir" if keys.data_dir else "RECIPES_DATA"
         return (
             f"{key}={folder} does not exist on this machine, so the data was not checked: "
             "the nodes need this folder"
@@ -266,15 +263,11 @@ def _show_checkpoints(real: Path, place: Path) -> None:
             files.write_bytes(place.parent / name, content)
 
 
-def arguments(settings: Settings, place: Path, base: Path) -> dict[str, str]:
+def arguments(settings: Settings, place: Path) -> dict[str, str]:
     """The arguments of the recipe: those of the job or of the first run of a sweep, but on the CPU,
     without staging.
     """
-    typed = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
-    if settings.run.resume not in RESUME_WORDS:
-        # with references resolved, since run_dir changes below
-        typed["resume"] = settings.run.resume
-    words = settings.absolute(typed, base)
+    words = {**settings.typed, **(settings.sweep[0] if settings.sweep else {})}
     words |= {"device": "cpu", "run_dir": str(place), "backend": "auto"}
     if hasattr(settings.config, "stage_dir"):
         words["stage_dir"] = ""

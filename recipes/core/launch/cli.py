@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from recipes.core.config import help
@@ -103,7 +102,7 @@ def _main(argv: list[str], told: dict[str, Any], python: str) -> int:
             return submit_job(settings, python, told)
         if settings.job.launcher is Launcher.local:
             return run_here(settings)
-        told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT, Path.cwd()))
+        told["script"] = jobs.sbatch_script(jobs.describe(settings, ROOT))
         print(told["script"], end="")
         return EXIT_DONE
     except BrokenPipeError:  # of a reader such as head
@@ -123,11 +122,10 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     """Prints one line per part of the job, and adds it to the ``parts`` of ``told``. Returns 0, or
     the exit status of the first failed part.
     """
-    base = Path.cwd()
     parts = told.setdefault("parts", [])
     job = None
     if settings.job.launcher is not Launcher.local:
-        job = bad_nodes.exclude(jobs.describe(settings, ROOT, base))
+        job = bad_nodes.exclude(jobs.describe(settings, ROOT))
     ranks = job.ranks if job else sum(local_layout(settings).ranks)
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = settings.run.run_dir
@@ -146,7 +144,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
         print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:
         recipe, findings = checks.part(
-            parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT, base)
+            parts, "recipe", lambda: checks.start(settings, place, ranks, ROOT)
         )
     gpu_gb = settings.job.gpu_memory_gb
     on_gpus = not settings.run.on_cpu and (job or gpus.visible_gpus(os.environ))
@@ -168,8 +166,8 @@ def submit_job(settings: Settings, python: str, told: dict[str, Any]) -> int:
     """Submits the job, and prints its run directory and log, also into ``told``. Returns 0, or the
     exit status of the job with ``wait=true``.
     """
-    job = bad_nodes.exclude(jobs.describe(settings, ROOT, Path.cwd()))
-    not_checked = checks.find_data(settings, ROOT, Path.cwd())
+    job = bad_nodes.exclude(jobs.describe(settings, ROOT))
+    not_checked = checks.find_data(settings, ROOT)
     if not_checked:
         print(f"launch.py: {not_checked}", file=sys.stderr)
     if settings.job.snapshot:
@@ -211,7 +209,7 @@ def run_here(settings: Settings) -> int:
     if unused:
         print(f"launch.py: launcher=local does not use {', '.join(unused)}", file=sys.stderr)
 
-    keys = settings.absolute(settings.typed, Path.cwd()) | jobs.own_words(settings)
+    keys = settings.typed | jobs.own_words(settings)
     to_judge = None  # the folder of the attempt, for the first machine
     if layout.node_rank == 0:
         run_dir = directory.choose(settings.run.run_dir, settings.recipe, None, ROOT)

@@ -186,24 +186,22 @@ def own_words(settings: Settings) -> dict[str, str]:
     return {"nproc_per_node": str(processes)} if processes else {}
 
 
-def describe(settings: Settings, root: Path, base: Path) -> Job:
-    """The job that ``settings`` describe. Typed paths are relative to ``base``. Raises
-    ConfigError.
-    """
+def describe(settings: Settings, root: Path) -> Job:
+    """The job that ``settings`` describe. root: the repository. Raises ConfigError."""
     job = settings.job
     profile = profiles.cluster_profile(job.cluster)
     _check_keys(settings, profile.get("gpus", ""))
-    require_printable(root, base)
-    keys = settings.absolute(settings.typed, base) | own_words(settings)
+    require_printable(root, Path.cwd())
+    keys = settings.typed | own_words(settings)
     archive = keys.get("environment")
     if archive and not os.path.isfile(archive):
         raise ConfigError(f"environment={errors.shown(archive, 4096)}: no such file")
-    elements = [settings.absolute(run, base) for run in settings.sweep]
+    elements = list(settings.sweep)
     if elements and "run_dir" in keys:
         parent = keys.pop("run_dir")
         elements = [{**run, "run_dir": f"{parent}/{number}"} for number, run in enumerate(elements)]
     variables = {  # set even without a container, since the site's profile may name one
-        "RECIPES_CONTAINER": container.absolute_image(job.container, base),
+        "RECIPES_CONTAINER": container.absolute_image(job.container, Path.cwd()),
         "RECIPES_CONTAINER_RUNTIME": job.container_runtime.name,
         "RECIPES_CONTAINER_MOUNTS": job.container_mounts,
     }

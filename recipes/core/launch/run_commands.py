@@ -345,8 +345,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
     environ = {**os.environ, **_variables(described)}
     settings = command_line.parse(arguments, recipe=str(described.get("recipe")), environ=environ)
-    typed = settings.absolute(settings.typed, Path.cwd())
-    return [f"{name}={value}" for name, value in typed.items()]
+    return [f"{name}={value}" for name, value in settings.typed.items()]
 
 
 def _own_description(folder: Path) -> dict[str, Any]:

@@ -172,4 +172,5 @@ def _sweep(words: Words, environ: Mapping[str, str]) -> Settings:
     if len(runs) == 1:  # submitit makes no array of it
         return each[0]
     common = {name: value for name, value in each[0].typed.items() if name not in values}
-    return dataclasses.replace(each[0], typed=common, sweep=runs)
+    sweep = tuple({name: settings.typed[name] for name in values} for settings in each)
+    return dataclasses.replace(each[0], typed=common, sweep=sweep)

@@ -108,7 +108,7 @@ def begin(recipe: str, argv: Sequence[str] | None = None) -> Start:
         source.go_home(ROOT)
         spec = specs.of_ranks(os.environ, recipe, argv)
         settings = spec.settings if spec else command_line.parse(argv, recipe=recipe)
-    except ConfigError as error:
+    except (ConfigError, MachineError) as error:
         _refuse(recipe, error, prints=is_first)
     try:
         info = ranks.detect(os.environ)

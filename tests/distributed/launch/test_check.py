@@ -212,6 +212,6 @@ def test_a_start_that_takes_too_long_is_killed(
     before = helpers.children(os.getpid())
     line = r"toy: did not reach its first step on this machine within 0\.5 s"
     with pytest.raises(MachineError, match=line):
-        checks.start(settings, tmp_path / "run", 1, repo, tmp_path, timeout_s=0.5)
+        checks.start(settings, tmp_path / "run", 1, repo, timeout_s=0.5)
     assert helpers.children(os.getpid()) == before
     assert list(temporary.iterdir()) == []

@@ -471,7 +471,7 @@ def test_a_job_without_its_text_is_not_submitted(tmp_path: Path, recipe: str, da
     settings = command_line.parse([f"recipe={recipe}", f"data_dir={tmp_path}"], environ={})
     lacking = rf"lacks index\.json .*python -m recipes\.prepare {dataset}"
     with pytest.raises(InputError, match=lacking):
-        checks.find_data(settings, ROOT, tmp_path)
+        checks.find_data(settings, ROOT)
 
 
 def test_a_prompt_becomes_the_tokens_of_the_byte_pair_merges() -> None:

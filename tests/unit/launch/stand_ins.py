@@ -36,8 +36,8 @@ HOSTILE = (
 )
 
 
-def describe(*words: str, root: Path = ROOT, base: Path = Path("/base")) -> Job:
-    return jobs.describe(command_line.parse(["recipe=mnist", *words], environ={}), root, base)
+def describe(*words: str, root: Path = ROOT) -> Job:
+    return jobs.describe(command_line.parse(["recipe=mnist", *words], environ={}), root)
 
 
 def directives(text: str) -> dict[str, str]:

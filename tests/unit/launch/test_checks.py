@@ -41,11 +41,11 @@ def test_the_dry_run_is_one_rank_outside_any_job(monkeypatch: pytest.MonkeyPatch
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert checks.arguments(settings, Path("/t/run"), Path("/base")) == {
+    assert checks.arguments(settings, Path("/t/run")) == {
         "lr": "0.5",
         "stage_dir": "",
         "backend": "auto",
-        "resume": "/base/c.pt",
+        "resume": f"{Path.cwd()}/c.pt",
         "device": "cpu",
         "run_dir": "/t/run",
     }

@@ -27,32 +27,41 @@ def test_typed_options_take_precedence_over_the_profile(site: Path) -> None:
     assert describe("cluster=here", "gpus=10", "device=cpu").ranks == 10
 
 
-def test_each_run_of_a_sweep_has_its_own_folder() -> None:
+def test_each_run_of_a_sweep_has_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     job = describe("sweep.lr=0.1,0.2", "run_dir=rel", "device=cpu")
     assert job.arguments == ("device=cpu",)
-    assert job.elements == (("lr=0.1", "run_dir=/base/rel/0"), ("lr=0.2", "run_dir=/base/rel/1"))
+    folder = f"run_dir={tmp_path}/rel"
+    assert job.elements == (("lr=0.1", f"{folder}/0"), ("lr=0.2", f"{folder}/1"))
     assert directives(jobs.sbatch_script(job))["--array"] == "0-1%2"
 
 
-def test_paths_are_relative_to_the_folder_of_the_submission() -> None:
-    job = describe(
-        "data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt", base=Path("/base/sub")
-    )
+def test_paths_are_relative_to_the_folder_of_the_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt")
     assert job.arguments == (
-        "data_dir=/base/sub/d",
-        "run_dir=/base/r",
+        f"data_dir={tmp_path}/sub/d",
+        f"run_dir={tmp_path}/r",
         "network=infiniband",
-        "resume=/base/sub/c.pt",
+        f"resume={tmp_path}/sub/c.pt",
     )
+    [swept, _] = describe("sweep.data_dir=a,b", "resume=never").elements
+    assert swept == (f"data_dir={tmp_path}/sub/a",)
 
 
-def test_an_environment_that_is_no_file_is_refused_before_the_queue(tmp_path: Path) -> None:
+def test_an_environment_that_is_no_file_is_refused_before_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "there.tar").touch()
-    assert describe("environment=there.tar", base=tmp_path).arguments == (
-        f"environment={tmp_path}/there.tar",
-    )
+    monkeypatch.chdir(tmp_path)
+    assert describe("environment=there.tar").arguments == (f"environment={tmp_path}/there.tar",)
     with pytest.raises(ConfigError, match=f"environment={tmp_path}: no such file"):
-        describe("environment=.", base=tmp_path)
+        describe("environment=.")
 
 
 def test_a_ready_script_is_submitted_again_with_its_size_and_without_gpus_if_it_had_none() -> None:
@@ -87,11 +96,14 @@ def test_a_script_of_launch_py_is_submitted_again_as_it_requests_gpus(
 
 
 @pytest.mark.parametrize("bad", ["/a\nb", "/a\rb", "/a\x1b[0m", "/\udcff"])
-def test_a_folder_with_an_unprintable_name_is_refused(bad: str) -> None:
+def test_a_folder_with_an_unprintable_name_is_refused(
+    bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="cannot be printed"):
         describe(root=Path(bad))
+    monkeypatch.setattr(jobs.Path, "cwd", lambda: Path(bad))
     with pytest.raises(ConfigError, match="cannot be printed"):
-        describe("data_dir=d", base=Path(bad))
+        describe("epochs=1")
 
 
 def test_a_job_that_resumes_a_cpu_run_requests_no_gpu(tmp_path: Path) -> None:

@@ -203,9 +203,7 @@ def test_a_link_of_another_user_does_not_lead_a_run_elsewhere(tmp_path: Path) ->
     second = f"{tmp_path}/second"
     Path(second).symlink_to("theirs")
     with pytest.raises(MachineError, match="is a link of another user"):
-        command_line.parse([f"run_dir={second}"], recipe="toy").absolute(
-            {"run_dir": second}, tmp_path
-        )
+        command_line.parse([f"run_dir={second}"], recipe="toy")
 
 
 def test_a_new_run_directory_follows_the_umask_and_not_the_list_of_its_folder(

@@ -28,13 +28,13 @@ def test_the_program_and_its_arguments_become_keys(here: Path, recipe: str) -> N
     args = "--lr 0.1 'a b' -- recipe=x cluster=y '${z}' ''"
     assert settings.recipe == "script"
     assert settings.typed == {
-        "run_dir": "r",
+        "run_dir": f"{here}/r",
         "program": f"{here}/a.py",
         "args": args,
         "workdir": str(here),
     }
     assert settings.config.args == args
-    words = [f"{name}={value}" for name, value in settings.absolute(settings.typed, here).items()]
+    words = [f"{name}={value}" for name, value in settings.typed.items()]
     again = command_line.parse(words, recipe="script")  # as the ranks and `finish` read them
     assert again.config == settings.config
 

@@ -1,6 +1,5 @@
 """What a job runs, as its ranks read it."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ WORDS = {
 def spec_of(recipe: str, words: list[str], **more: Any) -> Spec:
     """As `begin` of a job makes it."""
     settings = command_line.parse(words, recipe=recipe, environ={"RECIPES_CLUSTER": "example"})
-    typed = settings.absolute(settings.typed, Path("/repository"))
-    arguments = [f"{name}={value}" for name, value in typed.items()]
-    return Spec(dataclasses.replace(settings, typed=typed), tuple(arguments), {"A": "b"}, **more)
+    arguments = [f"{name}={value}" for name, value in settings.typed.items()]
+    return Spec(settings, tuple(arguments), {"A": "b"}, **more)
 
 
 @pytest.mark.parametrize("recipe", recipe_conf.names())
@@ -39,8 +37,8 @@ def test_a_typed_path_is_the_absolute_one() -> None:
     """The ranks start in the snapshot of the code, where a relative path is another folder."""
     read = spec.of_job({spec.VARIABLE: spec.to_text(spec_of("mnist", ["data_dir=here"]))})
     assert read
-    assert read.settings.config.data_dir == "/repository/here"
-    assert read.settings.saved["data_dir"] == "/repository/here"
+    assert read.settings.config.data_dir == f"{Path.cwd()}/here"
+    assert read.settings.saved["data_dir"] == f"{Path.cwd()}/here"
 
 
 def test_the_longest_arguments_of_a_program_reach_its_ranks() -> None:
