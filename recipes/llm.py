@@ -16,7 +16,7 @@ from recipes.core.run import entry
 # some of them at import.
 START = entry.begin("llm") if __name__ == "__main__" else None
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,9 @@ ADAMW_RMS = 0.2
 FEW_STEPS = 10  # of an epoch
 
 
-def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model on the CPU, and its tokenizer. facts: those of the training set. Raises InputError
+def open_model(cfg: Config, facts: Mapping[str, Any], rank: int = 0) -> tuple[Any, Any]:
+    """The model on the CPU, and its tokenizer. Only rank 0 reads the weights, which
+    `World.parallel` copies to the other ranks. facts: those of the training set. Raises InputError
     if the set was made with another tokenizer.
     """
     if not cfg.model:
@@ -66,6 +67,8 @@ def open_model(cfg: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
     is_rendered = facts["kind"] == "messages"
     if is_rendered and documents.digest_of(tokenizer.chat_template) != facts["template"]:
         raise InputError(f"model={cfg.model}: the data has another chat template: {fix}")
+    if rank:
+        return causal.without_weights(cfg.model, cfg.allow_code), tokenizer
     net = causal.open_model(cfg.model, cfg.allow_code)
     net.generation_config.eos_token_id = facts["ends"]
     return net, tokenizer
@@ -140,8 +143,14 @@ def main(cfg: Config, run: Run) -> Results:
     size = (cfg.global_batch_size * cfg.max_len, cfg.max_len, cfg.pack)
     batches = TokenBatches(training, *size, cfg.seed, *world.data, validation.digest)
     val_batches = TokenBatches(validation, *size, 0, *world.data)
-    net, tokenizer = open_model(cfg, training.facts)
-    require_fit(cfg, net)
+
+    def opened(progress: Callable[[object], None]) -> tuple[Any, Any]:
+        net, tokenizer = open_model(cfg, training.facts, world.rank)
+        if world.rank == 0:
+            require_fit(cfg, net)
+        return net, tokenizer
+
+    net, tokenizer = world.together("model", opened)
     count = net.get_input_embeddings().num_embeddings
     training, validation = (dialogues.limited(part, count) for part in (training, validation))
     prepare(cfg, net)

@@ -71,6 +71,21 @@ def open_model(model: str, allow_code: str) -> Any:
     return net
 
 
+def without_weights(model: str, allow_code: str) -> Any:
+    """A model as of `open_model`, whose weights and buffers have no values, on the meta device."""
+    with hub.opened(model) as folder, torch.device("meta"):
+        return _from_config(folder, hub.allows_code(model, folder, allow_code))
+
+
+def _from_config(folder: Path, trust: bool) -> Any:
+    """A model in float32 with random weights."""
+    library = hub.transformers()
+    settings = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    return library.AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, trust_remote_code=trust
+    )
+
+
 def positions_of(net: Any, otherwise: int) -> int:
     """The number of tokens that a text may have; ``otherwise`` if the model does not tell."""
     return getattr(net.config.get_text_config(), "max_position_embeddings", None) or otherwise
@@ -324,12 +339,9 @@ def load(run: str | Path, device: str = "cpu", allow_code: str = "") -> Causal:
         raise InputError(f"{path}: {str(folder)!r} has no config.json: {fix}")
     weights = trained.weights_of(content)
     added = {name: value.clone() for name, value in weights.items() if name.endswith((DOWN, UP))}
-    library = hub.transformers()
     with hub.opened(str(folder)) as opened:
-        trust = hub.allows_code(str(folder), opened, allow_code)
-        settings = library.AutoConfig.from_pretrained(opened, trust_remote_code=trust)
-        net = library.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
-        net.generation_config = library.GenerationConfig.from_pretrained(opened)
+        net = _from_config(opened, hub.allows_code(str(folder), opened, allow_code))
+        net.generation_config = hub.transformers().GenerationConfig.from_pretrained(opened)
     try:
         net.load_state_dict(merged(weights, config["lora_alpha"] / config["lora_rank"]))
     except RuntimeError as error:

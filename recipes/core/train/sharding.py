@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,7 +26,8 @@ def divide(
 ) -> None:
     """Divides ``model`` in place: each element of its lists of blocks on its own, then the rest. A
     collective. A model on the CPU moves to ``device`` block by block, so that the device never
-    holds the whole model.
+    holds the whole model. All ranks get the values of rank 0: on the others, tensors may be on the
+    meta device.
 
     shard_size: ranks over which a copy is divided; each further group of that size has another
     copy. It must divide the number of ranks. 0: all ranks. half: the type in which a rank gathers
@@ -35,14 +37,42 @@ def divide(
     shape = (size,) if size == ranks else (ranks // size, size)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for parameter in model.parameters():  # fully_shard does not accept channels_last weights
-        parameter.data = parameter.data.contiguous()
     # The inputs of a block stay in float32, as with DDP: `torch.autocast` converts them. It would
     # also convert the weights, but keep all converted weights until the backward pass.
     policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     for block in blocks(model):
+        _move_rank_0s(block, device)
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    _move_rank_0s(model, device)
     fully_shard(model, mesh=mesh)
+
+
+def _move_rank_0s(module: nn.Module, device: torch.device) -> None:
+    """Moves what is not divided of ``module`` to ``device``, with the values of rank 0. A
+    collective.
+    """
+    materialize(module, device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            # fully_shard does not accept channels_last weights
+            tensor.data = tensor.data.to(device).contiguous()
+            dist.broadcast(tensor.data, 0)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Replaces the tensors of ``module`` on the meta device by tensors on ``device`` without
+    values. Shared ones stay shared, which ``to_empty`` does not ensure.
+    """
+    made = dict[Tensor, Tensor]()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_meta:
+            made[tensor] = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+    for part in module.modules():
+        tensors: Any
+        for tensors in (part._parameters, part._buffers):
+            tensors.update({name: made.get(tensor, tensor) for name, tensor in tensors.items()})
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

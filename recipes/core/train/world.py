@@ -331,11 +331,13 @@ class World:
         strategy=fsdp, ``model`` itself, divided.
 
         With one rank, ``model`` is neither wrapped nor divided. compile=true compiles it first. The
-        result is on this rank's device. half: as for `sharding.divide`. Call it before the
-        optimiser is made. A collective: every rank must call it.
+        result is on this rank's device, with the values of rank 0: on the others, tensors may be on
+        the meta device. half: as for `sharding.divide`. Call it before the optimiser is made. A
+        collective: every rank must call it.
         """
         is_divided = cfg is not None and cfg.strategy == "fsdp" and self.size > 1
         if not is_divided:
+            sharding.materialize(model, self.device)
             model.to(self.device)
         if cfg and cfg.compile:
             # One graph for each shape of images, not one for all: it is faster, and progressive

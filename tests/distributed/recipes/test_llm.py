@@ -576,7 +576,15 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     facts = {**training.facts, "template": "another"}
     with pytest.raises(InputError, match="the data has another chat template: run python -m recip"):
         llm.open_model(Config(model=llama), facts)
-    llm.open_model(Config(model=llama), {**facts, "kind": "prompt"})
+    facts["kind"] = "prompt"
+    read, other = (llm.open_model(Config(model=llama), facts, rank)[0] for rank in (0, 1))
+    assert all(tensor.is_meta for tensor in (*other.parameters(), *other.buffers()))
+    for kind in ("named_parameters", "named_buffers"):
+        layouts = [
+            [(name, value.shape, value.dtype) for name, value in getattr(net, kind)()]
+            for net in (read, other)
+        ]
+        assert layouts[0] == layouts[1]
     with pytest.raises(ConfigError, match="model= is missing: give the model to start from"):
         llm.open_model(Config(), training.facts)
     library = hub.transformers()

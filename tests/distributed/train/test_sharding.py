@@ -76,6 +76,7 @@ def test_each_copy_of_a_model_is_divided_over_shard_size_ranks(
         lambda kind, shape, mesh_dim_names: meshes.append((shape, mesh_dim_names)),
     )
     monkeypatch.setattr(sharding, "fully_shard", lambda module, mesh: None)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
     for shard_size in (2, 0):
         sharding.divide(nn.Linear(1, 1), torch.device("cpu"), 6, shard_size)
     assert meshes == [((3, 2), ("replicate", "shard")), ((6,), ("shard",))]
@@ -168,8 +169,16 @@ from torch import nn
 from recipes.core.train import sharding
 dist.init_process_group("gloo")
 net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+net.register_buffer("mask", torch.tensor([True, False]))
+values = [*net.state_dict().values()]
+if dist.get_rank():
+    net.to("meta")
 net.compile(backend="eager")
 sharding.divide(net, torch.device("cpu"), 2, 0)
+for value, divided in zip(values, net.state_dict().values(), strict=True):
+    dist.broadcast(value.contiguous().view(torch.uint8), 0)
+    whole = divided.full_tensor() if hasattr(divided, "full_tensor") else divided
+    assert torch.equal(whole, value)
 x = torch.ones(2, 3, 8, 8)
 with torch.inference_mode(), sharding.unsharded(net):  # rank 1 makes one pass more
     for _ in range(1 + dist.get_rank()):
@@ -181,7 +190,19 @@ dist.destroy_process_group()
 
 
 def test_an_evaluation_before_the_first_step_and_other_memory_formats() -> None:
+    """Of a model that only rank 0 has read."""
     helpers.run_ranks(DIRECT, [], 2).expect(0)
+
+
+def test_shared_weights_stay_shared() -> None:
+    net = nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False)).to("meta")
+    net[2].weight = net[0].weight
+    net[1].requires_grad_(False)
+    net[1].register_buffer("scale", torch.ones(2, device="meta"))
+    sharding.materialize(net, torch.device("cpu"))
+    assert net[2].weight is net[0].weight
+    assert not any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers()))
+    assert [p.requires_grad for p in net.parameters()] == [True, False, False]
 
 
 def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
