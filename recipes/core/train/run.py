@@ -166,11 +166,12 @@ class Run:
             is_own = path is not None and path.parent == self.checkpoints.target
             attempts.begin(self.attempt, self.step, is_own, load_s=load_s)
             # From here on, this attempt owns the run; before, another one may write these files.
-            if path and is_own and self.keys.resume != "auto":
+            trains = not self.settings.config.evaluate
+            if path and is_own and trains and self.keys.resume != "auto":
                 # the run may have been resumed from an earlier step
                 checkpoint.point_back(path, self.state.meta["best"], self.attempt.staging)
             files.remove_temporary(self.checkpoints.target)
-            if not self.settings.config.evaluate:
+            if trains:
                 text = yaml.safe_dump(self.settings.saved, sort_keys=False, allow_unicode=True)
                 files.write_bytes(self.dir / "config.yaml", text.encode())
             (self.dir / source.DIFF).unlink(missing_ok=True)

@@ -648,6 +648,17 @@ def test_an_attempt_keeps_its_code_and_removes_leftovers(
         Trained(tmp_path).run(evaluate=True)
 
 
+def test_an_evaluation_beside_copied_checkpoints_does_not_change_latest(tmp_path: Path) -> None:
+    """A folder without config.yaml has no run whose folder evaluation/ it could use."""
+    trained = Trained(tmp_path, values=[0.9, 0.5, 0.9])
+    trained.run(resumes=True, epochs=2)
+    (tmp_path / "config.yaml").unlink()
+    _, run = trained.run(resumes=True, evaluate=True, resume="best")
+    assert run.checkpoints.resumed_from_step == 2
+    assert checkpoint.named(tmp_path / "checkpoints", "latest") == "step-00000004.pt"
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_a_start_that_is_refused_changes_no_file_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
