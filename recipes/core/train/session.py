@@ -159,7 +159,6 @@ def _attempt(
             threading.Thread(target=watch, name=name, args=(current, over), daemon=True).start()
         try:
             introduce(current, start)
-            check_shared(current)
             world.pulse.beat(watchdog.OUTSIDE)
             outcome.finish(current, main(start.settings.config, current))
             world.pulse.beat(watchdog.WAITING)
@@ -178,7 +177,9 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
     ranks.
 
     Returns it, and whether the run was already done. Raises InputError if another job uses the
-    directory, MachineError if it cannot be written.
+    directory. Raises MachineError, on all ranks, if it cannot be written, or if a node of the job
+    does not see what rank 0 writes into it: a job that is requeued on other nodes would find no
+    checkpoint there and would train from the beginning.
     """
     # In a batch script the run belongs to the job, whatever the number of the step (another srun
     # may have run before).
@@ -191,7 +192,7 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         "run_dir", lambda: _open_on_rank_0(start, world, choose(run_id))
     )
 
-    def enter(tell: Callable[[object], None]) -> Path:
+    def enter(tell: Callable[[object], None]) -> attempts.Attempt:
         # without an ID, the name contains the time at which rank 0 began
         name = run_id or Path(theirs).name
         mine = choose(name)
@@ -204,13 +205,17 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         with files.writing_to(path, "run_dir"):
             trust.own_folder(log.parent, is_listed=False)
             open(log, "ab", opener=files.without_links).close()  # a disk may be mounted read-only
-        return path
+        attempt = attempts.Attempt(path, int(number))
+        if start.ranks.in_slurm and start.ranks.local_rank == 0:
+            problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
+            problem = f"run_dir={path}: {problem}: give a folder that all nodes share"
+            world.await_seen(attempt.folder / "opened.json", problem)
+        return attempt
 
     if start.ranks.num_nodes == 1:
-        path = enter(lambda progress: None)
-    else:  # another node may not have the folder in which rank 0 has made it
-        path = world.together("run directory", enter)
-    return attempts.Attempt(path, int(number)), was_done
+        return enter(lambda progress: None), was_done
+    # another node may not have the folder in which rank 0 has made it
+    return world.together("run directory", enter), was_done
 
 
 def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, bool, int, bool]:
@@ -232,25 +237,6 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
         trust.own_folder(path / "checkpoints")
     status = directory.read_status(path)
     return str(run_dir), path != run_dir, attempt.number, status.get("state") == "done"
-
-
-def check_shared(run: Run) -> None:
-    """Raises MachineError, on all ranks, if a node of the job does not see what rank 0 writes into
-    the run directory.
-
-    Otherwise a job that is requeued on other nodes would find no checkpoint and would train from
-    the beginning. Called by all ranks.
-    """
-    world = run.world
-
-    def look(tell: Callable[[object], None]) -> None:
-        if world.ranks.local_rank == 0:
-            problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"
-            problem = f"run_dir={run.dir}: {problem}: give a folder that all nodes share"
-            world.await_seen(run.attempt.folder / "opened.json", problem)
-
-    if world.ranks.in_slurm and world.ranks.num_nodes > 1:
-        world.together("shared run_dir", look)
 
 
 def introduce(run: Run, start: Start) -> None:

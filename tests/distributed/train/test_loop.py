@@ -893,24 +893,30 @@ def test_ranks_of_another_job_or_attempt_do_not_meet_and_rank_0_waits_longest(
         rendezvous._meet(info, info.master_addr, "gloo", 40.0)
 
 
-def test_a_node_that_does_not_see_the_run_directory_ends_the_run(tmp_path: Path) -> None:
+def test_a_node_that_does_not_see_the_run_directory_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a job that is requeued there would begin again."""
     helpers.attempt(tmp_path / "seen")
 
-    def check(nodes: int, name: str) -> None:
-        info = RankInfo(0, 0, 0, 1, 1, nodes, (), "127.0.0.1", 1, True, None, 0)
+    def open_run_dir(name: str, local_rank: int = 0, in_slurm: bool = True) -> None:
+        info = RankInfo(0, local_rank, 0, 1, 1, 2, (), "127.0.0.1", 1, in_slurm, None, 0)
         store = torch.distributed.HashStore()
         world = worlds.World(info, torch.device("cpu"), "gloo", ("a",), store, timeout_s=0.2)
-        run_dir = tmp_path / name
-        attempt = attempts.Attempt(run_dir, 0)
-        session.check_shared(cast(Any, SimpleNamespace(dir=run_dir, attempt=attempt, world=world)))
+        run_dir = str(tmp_path / name)
+        sent = [run_dir, False, 0, False]
+        monkeypatch.setattr(worlds.World, "from_rank_0", lambda self, name, work: sent)
+        settings = SimpleNamespace(run=SimpleNamespace(run_dir=run_dir), recipe="toy")
+        start: Any = SimpleNamespace(settings=settings, ranks=info)
+        session.open_run_dir(start, world)
 
-    check(1, "unseen")
-    check(2, "seen")
+    open_run_dir("seen")
+    open_run_dir("unseen", local_rank=1)  # the first rank of a node looks
+    open_run_dir("unseen", in_slurm=False)
     unseen = "this node does not see the files that rank 0 on a writes"
     line = f"^a: run_dir=.*: {unseen}: give a folder that all nodes share"
     with pytest.raises(errors.MachineError, match=line):
-        check(2, "unseen")
+        open_run_dir("unseen")
 
 
 @pytest.mark.parametrize("problem", ["No such file or directory", "Is a directory"])
@@ -929,7 +935,7 @@ def test_a_node_that_cannot_write_to_the_run_directory_ends_the_run(
         return work(lambda progress: None)
 
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=run_dir), recipe="toy")
-    ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=2)
+    ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=2, in_slurm=False)
     sent = [run_dir, False, 0, False]
     world: Any = SimpleNamespace(rank=1, from_rank_0=lambda name, work: sent, together=together)
     start: Any = SimpleNamespace(settings=settings, ranks=ranks)

@@ -166,7 +166,7 @@ def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
 def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     """With run_dir= each rank knows its run directory."""
     settings = SimpleNamespace(run=SimpleNamespace(run_dir=f"{tmp_path}/run"), recipe="toy")
-    ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=1)
+    ranks = SimpleNamespace(rank=1, run_id=None, num_nodes=1, in_slurm=False)
     start: Any = SimpleNamespace(settings=settings, ranks=ranks)
     sent = [name, False, 3, False]
     world: Any = SimpleNamespace(rank=1, from_rank_0=lambda purpose, work: sent)
