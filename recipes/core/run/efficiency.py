@@ -75,7 +75,7 @@ def verdict(rows: Sequence[Row], facts: Json, keys: Json) -> str:
     if waits >= WAITS:
         return f"{waits:.0%} of each step waits for data: {_faster_data(facts, keys, hosts)}"
     seconds = all_rows.numbers(last.get("rank_step_s"))
-    seconds = seconds if all(0 <= value < math.inf for value in seconds) else []
+    seconds = seconds if all(value >= 0 for value in seconds) else []  # not NaN
     is_short = not seconds or statistics.median_low(seconds) < SHORT_S
     batch = number(keys.get("global_batch_size"))
     line = _of_ranks(seconds, batch, hosts, steps >= STEPS and not is_short)

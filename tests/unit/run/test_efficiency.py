@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,11 @@ def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
     assert advice == ""
     again = [{**row, "attempt": 1} for row in rows(rank_step_s=[0.3, 0.1])]
     assert "rank 0 on good" in efficiency.verdict([*rows(), *again], facts, {})
+
+
+def test_a_share_is_that_of_the_usual_rows() -> None:
+    """Neither of the first row of an attempt, nor of a value that is not finite."""
+    waits = [(0, 0.9), (0, 0.2), (0, math.nan), (0, 0.2), (1, 0.9)]
+    every = [{"attempt": attempt, "data_wait": share} for attempt, share in waits]
+    assert efficiency.shares(every) == {"data_wait": 0.2}
+    assert efficiency.shares(every[-1:]) == {}

@@ -126,6 +126,32 @@ def test_the_heartbeat_decides_if_slurm_cannot_be_asked(
 
 
 @pytest.mark.parametrize(
+    ("cluster", "own", "decides"),
+    [
+        (None, {}, "heartbeat"),
+        (None, {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here"}, "heartbeat"),
+        ("here", {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here"}, "Slurm"),
+        ("", {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here"}, "Slurm"),
+        ("here", {}, "Slurm"),
+        ("there", {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "here"}, "heartbeat"),
+    ],
+)
+def test_only_a_job_of_this_cluster_is_looked_up_in_slurm(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: str | None,
+    own: dict[str, str],
+    decides: str,
+) -> None:
+    """Its process is on another machine. Another cluster may have a job of the same number."""
+    monkeypatch.setattr(in_use, "_check_by_slurm", lambda *of: "Slurm")
+    monkeypatch.setattr(in_use, "_check_by_heartbeat", lambda *of: "heartbeat")
+    process = {"host": "x", "pid": 1, "started": "1", "place": "x"}
+    an_attempt(tmp_path, job="7", launch="7.0", cluster=cluster, process=process)
+    assert look(tmp_path, **own) == decides
+
+
+@pytest.mark.parametrize(
     ("state", "fields", "used"),
     [
         ("running", ("JobState=RUNNING",), "job 7 (running) uses it"),

@@ -6,10 +6,12 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.run import positions, watchdog
 from recipes.core.run.attempt import Attempt
 from tests import helpers
@@ -32,6 +34,27 @@ def rank(
     may_wait = phase > watchdog.START
     progress = {"step": step, "phase": phase, "at": at, "may_wait": may_wait}
     return {**facts, **progress, "unchanged_s": seconds}
+
+
+@pytest.mark.parametrize(("ranks", "polls"), [((0, 2, 1), 3), ((0, 1, 7), 40), ((), 40)])
+def test_the_answers_of_all_ranks_are_awaited_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], polls: int
+) -> None:
+    """Three ranks answer, one after the other. Before the ranks have met, nobody knows them."""
+    count = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal count
+        count += 1
+        [request] = (tmp_path / "attempts").glob("look-*")
+        files.write_json(request / f"rank{count % 3}.json", {"rank": count % 3})
+
+    clock = SimpleNamespace(monotonic=lambda: count * positions.POLL_S, sleep=sleep)
+    monkeypatch.setattr(positions, "time", clock)
+    (tmp_path / "attempts").mkdir()
+    answers = positions.ask(tmp_path, ranks)
+    assert {answer["rank"] for answer in answers} == {0, 1, 2}
+    assert count == polls
 
 
 def heads(answers: list[dict[str, Any]], hosts: dict[int, str]) -> list[str]:
