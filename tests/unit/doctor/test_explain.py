@@ -73,7 +73,7 @@ def refuse(run: Path, line: str) -> None:
 
 def grow_old(run: Path) -> None:
     """The run has last written something an hour ago."""
-    then = time.time() - 3600
+    then = time.time() - 3599.6  # "1:00:00 ago" for most of the second that follows
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "updated": then}))
     for path in (*(run / "attempts").rglob("*.json"), *(run / "logs").iterdir()):

@@ -83,6 +83,10 @@ def test_numbers() -> None:
     assert [rows.number(value) for value in (0, 1.5, -2)] == [0.0, 1.5, -2.0]
     for value in (math.nan, math.inf, 10**400, True, None, "1", [1]):
         assert math.isnan(rows.number(value)), value
+        assert rows.whole(value) is None, value
+    assert rows.whole(2.75) == 2
+    assert rows.numbers([1, 2.5]) == [1.0, 2.5]
+    assert rows.numbers((1, 2)) == rows.numbers(None) == []
 
 
 def test_the_rows_around_a_step_are_found_in_a_long_file(tmp_path: Path) -> None:

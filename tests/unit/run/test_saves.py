@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.core import files
+from recipes.core.run import attempt as attempts
 from recipes.core.run import saves
 from recipes.core.run.attempt import Attempt
 from tests import helpers
@@ -95,6 +96,20 @@ def test_a_folder_without_files_is_unknown_and_the_first_file_is_a_change(
     assert saves.has_changed(attempt) is None
     write(tmp_path / "later/checkpoint")
     assert saves.has_changed(attempt) is True
+
+
+def test_a_run_makes_progress_by_steps_and_a_program_by_files(
+    attempt: Attempt, tmp_path: Path
+) -> None:
+    begun = helpers.attempt(tmp_path / "recipe", step=5)
+    assert [saves.has_progress(begun, step) for step in (0, 5, 6)] == [False, False, True]
+    program = attempts.open_next(attempt.run_dir, "script", {})
+    attempts.begin(program, 0, own=False, of_program=True)
+    assert saves.has_progress(program, 0)  # unknown: nothing was noted
+    saves.note(program, "")
+    assert not saves.has_progress(program, 7)
+    touch(attempt.run_dir / "a")
+    assert saves.has_progress(program, 0)
 
 
 def test_a_link_without_its_target_is_no_error(attempt: Attempt) -> None:
