@@ -2,7 +2,6 @@
 their logs. Never torch.
 """
 
-import contextlib
 import os
 import re
 import stat
@@ -18,7 +17,6 @@ from recipes.core.files import ROOT
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, ledger, outlook, record, source, table
 from recipes.core.run.record import Record, State
-from recipes.core.slurm import client, jobstate
 
 # if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
 # long
@@ -90,17 +88,9 @@ def _sections(path: Path) -> Sequence[Section]:
         if runs:
             return explain(runs)
         if is_job:
-            job = None
-            with contextlib.suppress(MachineError):
-                job = client.find(path.name)
-            log = outlook.early_log(job, path.name, every.parent)
-            if log:
-                why = "its job has no run directory, or its run has a newer job"
-                lines = [why, *of_logs(log)]
-                return [(str(path), lines)]
-            if job:
-                lines = [f"it has no run directory yet: {jobstate.describe(job)}"]
-                return [(str(path), lines)]
+            why, log = outlook.without_run(path.name, every.parent)
+            if why:
+                return [(str(path), [why, *(of_logs(log) if log else ())])]
     except OSError as error:
         raise _unreadable(path, error) from None
     if runs == [path]:

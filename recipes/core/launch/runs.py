@@ -1,6 +1,5 @@
 """A run of one's own, with the state of its job in Slurm, and where it is found. Never torch."""
 
-import contextlib
 import math
 import os
 import time
@@ -9,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core import trust
-from recipes.core.errors import (
-    InputError,
-    MachineError,
-    Next,
-    next_of,
-    shown,
+from recipes.core.errors import InputError, Next, next_of, shown
+from recipes.core.run import (
+    attempt as attempts,
+    directory,
+    efficiency,
+    in_use,
+    ledger,
+    outlook,
+    record,
+    rows,
+    table,
 )
-from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, efficiency, in_use, ledger, outlook, record, rows, table
 from recipes.core.run.record import Record, State
 from recipes.core.slurm import client, jobstate
 
@@ -179,15 +181,11 @@ def find(words: Sequence[str], root: Path) -> list[Path]:
 
 def _why_none(word: str, root: Path) -> str:
     """Why ``word`` names no run directory, and what to do."""
-    why = "no run was found" if word else "names no run (is a variable not set?)"
+    fix = f"give a run directory, a job ID, or {table.LAST}"
+    why = ""
     if word.replace("_", "").isdecimal():
-        job = None
-        with contextlib.suppress(MachineError):  # without Slurm
-            job = client.find(word, timeout_s=1.0)
-        log = outlook.early_log(job, word, root)
+        why, log = outlook.without_run(word, root)
         if log:
-            why = "this job has no run directory, or its run has a newer job"
             return f"{word}: {why}: read its log, {log}"
-        if job:
-            why = f"has no run directory yet: {jobstate.describe(job)}"
-    return f"{shown(word) or repr(word)}: {why}: give a run directory, a job ID, or {table.LAST}"
+    unknown = "no run was found" if word else "names no run (is a variable not set?)"
+    return f"{shown(word) or repr(word)}: {why or unknown}: {fix}"

@@ -1,5 +1,6 @@
 """What Slurm does with the job of a run: its state, what comes next, and how to resume the run."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -94,14 +95,18 @@ def after_stop(run: Record) -> str:
     return f"{line}; {why or HOW_TO_RESUME}"
 
 
-def early_log(job: Job | None, job_id: str, root: Path) -> Path | None:
-    """The log of a job that ended before it had a run directory; None if it has not ended, or if
-    the log is not known.
+def without_run(job_id: str, root: Path) -> tuple[str, Path | None]:
+    """Why a job has no run directory, "" if nothing is known of it, and its log; None unless it has
+    ended.
 
-    job: None if Slurm does not know it any more. Then the function searches the repository ``root``
-    for a log with the name that the ready scripts choose.
+    If Slurm does not know the job any more, the function searches the repository ``root`` for a log
+    with the name that the ready scripts choose.
     """
-    if job and not job.ended:
-        return None
+    job = None
+    with contextlib.suppress(MachineError):  # without Slurm
+        job = client.find(job_id, timeout_s=client.OWN_JOB_S)
     logs = [Path(job.log)] if job else root.glob(f"*-{job_id}.out")
-    return next(filter(os.path.isfile, logs), None)
+    log = next(filter(os.path.isfile, logs), None)
+    if log and (job is None or job.ended):
+        return "the job has no run directory, or its run has a newer job", log
+    return f"the job has no run directory yet: {jobstate.describe(job)}" if job else "", None

@@ -310,7 +310,7 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
     assert explain([Path("1")], known) == of_run(run, known)  # by its job
     pending = explain([Path("2")], Answers({"2": job("PENDING", "Resources")}))
-    assert pending == ["it has no run directory yet: job 1 is pending (Resources)"]
+    assert pending == ["the job has no run directory yet: job 1 is pending (Resources)"]
 
 
 def test_a_message_is_shown_with_its_fix_however_long_it_is(tmp_path: Path) -> None:
@@ -363,13 +363,13 @@ def test_a_job_without_a_run_directory_is_explained_by_its_log(
     log.write_text("no Python environment: activate yours before sbatch\n")
     for answer in (job("FAILED", log=str(log)), None):
         assert explain([Path("7")], Answers({"7": answer})) == [
-            "its job has no run directory, or its run has a newer job",
+            "the job has no run directory, or its run has a newer job",
             "no known cause in 1 file",
             f"{log} ends:",
             "  | no Python environment: activate yours before sbatch",
         ]
     pending = explain([Path("7")], Answers({"7": job("PENDING", log=str(log))}))
-    assert pending == ["it has no run directory yet: job 1 is pending"]
+    assert pending == ["the job has no run directory yet: job 1 is pending"]
 
 
 def test_a_run_is_found_by_its_job_and_as_the_last_one(

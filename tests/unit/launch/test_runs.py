@@ -325,7 +325,7 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
     log = root / "mnist-98.out"
     log.write_text("no Python environment\n")
     line = (
-        "98: this job has no run directory, or its run has a newer job: read its log, "
+        "98: the job has no run directory, or its run has a newer job: read its log, "
         rf"{re.escape(str(log))}$"
     )
     for scontrol in (  # Slurm forgets a job after some minutes
@@ -337,7 +337,7 @@ def test_a_job_that_ended_without_a_run_directory_is_found_by_its_log(
             with pytest.raises(InputError, match=line):
                 run_commands.command([name, "98"], root, {})
     stubs.add("scontrol", f"printf 'JobId=98\\n JobState=PENDING\\n StdOut={log}\\n'")
-    with pytest.raises(InputError, match="98: has no run directory yet: job 98 is pending"):
+    with pytest.raises(InputError, match="98: the job has no run directory yet: job 98 is pending"):
         run_commands.command(["runs", "98"], root, {})
 
 

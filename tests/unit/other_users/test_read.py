@@ -32,6 +32,7 @@ from recipes.core.run import (
     table,
 )
 from recipes.core.run.record import State
+from recipes.core.slurm import client
 from recipes.core.slurm.jobstate import Job
 from recipes.core.train import checkpoint
 from tests import helpers
@@ -156,7 +157,9 @@ def test_a_run_that_cannot_be_read_costs_no_other_run(
 
 
 @as_root
-def test_a_folder_that_is_closed_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_closed_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = tmp_path / "closed"
     (closed / "run").mkdir(parents=True)
     closed.chmod(0o700)
@@ -170,7 +173,9 @@ def test_a_folder_that_is_closed_is_reported_in_one_line(tmp_path: Path) -> None
         # a log of the run of another user, and of a job that is not one's own
         assert not record.is_log_of(tmp_path, closed / "job.out")
         job = Job("7", "FAILED", log=f"{closed}/job.out")
-        assert outlook.early_log(job, "7", tmp_path) is None
+        monkeypatch.setattr(client, "find", lambda *of, **more: job)
+        _, log = outlook.without_run("7", tmp_path)
+        assert log is None
         # a run_dir that was typed: whatever makes it says what is wrong
         place = directory.choose(f"{closed}/run", "mnist", None, tmp_path)
         assert directory.inside(place, directory.EVALUATION) == closed / "run"
