@@ -16,6 +16,8 @@ from PIL import Image
 
 from recipes import finetune
 from recipes.conf.finetune import Config
+from recipes.core.data import labelled
+from recipes.core.data.image_sets import Fake
 from recipes.core.errors import ConfigError
 from recipes.core.train import models, optimisation
 from tests import helpers, states
@@ -111,6 +113,13 @@ def test_class_weights_and_mixing_change_the_loss(train: Any) -> None:
     assert again.equal(soft)  # the same at a resume
     for later in ((1, 1), (0, 2)):  # another epoch, another batch
         assert not finetune.mixed(Config(mixup=0.4), x, labels, 3, *later)[1].equal(soft)
+
+
+def test_a_rare_class_has_a_higher_weight() -> None:
+    """One of a class of average size is 1; a class without images has that of one image."""
+    pictures = labelled.Pictures(Fake(8, classes=3), [0, 1, 4, 7], lambda image: None)
+    assert pictures.counts().tolist() == [1, 3, 0]
+    assert finetune.class_weights(pictures).tolist() == pytest.approx([4 / 3, 4 / 9, 4 / 3])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,28 @@ def test_predictions_name_images_in_order(
     predicted = [json.loads(line)["file"] for line in said.out.splitlines()]
     assert predicted == [row["file"] for row in rows]
     assert "d.png is not an image: give another image" in said.err
+
+
+def test_more_images_than_a_batch_have_answers_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the last batch is not full, or has no image that can be read."""
+
+    def read(path: Path) -> torch.Tensor:
+        if path.name == "bad":
+            raise InputError("bad cannot be read")
+        return torch.tensor([float(path.name)])
+
+    model: Any = SimpleNamespace(input=read, probabilities=lambda inputs: inputs)
+    monkeypatch.setattr(predict, "BATCH", 2)
+    faults = list[str]()
+    paths = [Path(name) for name in ("3", "bad", "1", "2", "bad")]
+    assert list(predict.answers(model, paths, faults)) == [
+        (Path("3"), [3.0]),
+        (Path("1"), [1.0]),
+        (Path("2"), [2.0]),
+    ]
+    assert faults == ["bad cannot be read"] * 2
 
 
 def test_an_export_keeps_outputs_and_classes(
