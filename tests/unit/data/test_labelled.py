@@ -247,6 +247,14 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
         assert pictures[i][1].tolist() == labels
 
 
+def test_a_single_label_that_an_image_may_lack_is_enough(folder: Path) -> None:
+    """As in a question with yes or no; of images that have one class each, two are needed."""
+    table = write(folder, "file,label", "a/0.png,round", "a/1.png,", "a/2.png,round", "a/3.png,")
+    (source, _), _ = opened(folder, table, several=True)
+    assert source.classes == ("round",)
+    assert [source.label(i).tolist() for i in range(4)] == [[1.0], [0.0], [1.0], [0.0]]
+
+
 @pytest.mark.parametrize(
     ("lines", "several", "expected"),
     [

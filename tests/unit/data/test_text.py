@@ -248,6 +248,16 @@ def test_which_files_of_a_folder_are_read(
     assert sorted(documents.replace("row", "r")) == sorted("aBjrml")
 
 
+def test_a_shard_has_about_as_many_bytes_of_source_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "SHARD_BYTES", 10)
+    put(tmp_path, a_txt="6bytes", b_txt="6bytes", c_txt="6bytes", d_txt="more than ten", e_txt="")
+    groups = documents.find_groups(str(tmp_path / "source"), [".txt"], print)
+    names = ["".join(path.stem for path in group) for group in groups]
+    assert names == ["a", "bc", "de"]
+
+
 def test_a_pattern_may_name_folders_of_part_files(
     tmp_path: Path, run: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
