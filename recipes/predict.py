@@ -82,8 +82,7 @@ def classify(model: Any, args: argparse.Namespace, faults: list[str], to: IO[byt
     file = io.TextIOWrapper(to, "utf-8", "backslashreplace", newline="")
     table = csv.writer(file)
     table.writerow(["file", "class", *model.classes])
-    paths = [path for word in args.images for path in images(word)]
-    for path, values in answers(model, paths, faults):
+    for path, values in answers(model, args.images, faults):
         ordered = sorted(zip(model.classes, values, strict=True), key=lambda pair: -pair[1])
         best = ordered[0][0]
         table.writerow([path, best, *(f"{value:.6f}" for value in values)])
@@ -145,6 +144,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--csv", metavar="FILE", help="write a CSV table of all probabilities")
     args = parser.parse_intermixed_args(argv)
+    args.images = [path for word in args.images for path in images(word)]
     import torch
 
     from recipes.core.train import trained
