@@ -608,5 +608,7 @@ def test_a_set_that_is_made_has_no_files(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     saved = chat.open_tokenizer(str(tmp_path))
     assert chat.tokenizer_digest(saved) == training.facts["tokenizer"]
+    saved(["a", "longer"], padding=True, truncation=True, max_length=3)  # it keeps these
+    assert chat.tokenizer_digest(saved) == training.facts["tokenizer"]
     saved.add_tokens(["more"])
     assert chat.tokenizer_digest(saved) != training.facts["tokenizer"]

@@ -240,6 +240,22 @@ def test_progress_is_a_line_every_few_seconds(
     assert ends == ["train: 17 of 17", "val: 4 of 5", "val: 5 of 5"]
 
 
+def test_the_rest_of_the_time_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line says it at most every 10 s, and not if the total is unknown."""
+    times = iter([100.0, 109.0, 120.0, 129.0, 140.0, 0.0, 10.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    said = list[str]()
+    known = progress.progress("copy", 40, "MiB", said.append)
+    for done in (9, 10, 20, 30):
+        known(done)
+    progress.progress("copy", 0, "MiB", said.append)(5)
+    assert said == [
+        "copy: 10 of 40 MiB, about 0:01:00 left",
+        "copy: 30 of 40 MiB, about 0:00:13 left",
+        "copy: 5 MiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("number", "status", "err"),
     [
