@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from recipes import script
+from recipes.core.errors import Kind
 from recipes.core.launch import cli
 from recipes.core.place.ranks import RankInfo
 from tests import helpers
@@ -238,9 +239,23 @@ def test_check_does_not_start_the_program(
     assert not list(ROOT.glob("started")) + list(tmp_path.glob("started"))
 
 
-def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
-    from recipes import script
+@pytest.mark.parametrize(
+    ("returncode", "kind", "status", "words"),
+    [
+        (-9, Kind.killed, 137, "was killed by signal 9 (Killed; often the memory was used up)"),
+        (-15, Kind.killed, 143, "was killed by signal 15 (Terminated)"),
+        (139, Kind.killed, 139, "exited with status 139, as a shell does after signal 11"),
+        (1, Kind.error, 1, "exited with status 1"),
+        (128, Kind.error, 128, "exited with status 128"),
+        (255, Kind.error, 255, "exited with status 255"),
+    ],
+)
+def test_how_a_program_ended(returncode: int, kind: Kind, status: int, words: str) -> None:
+    assert script.describe(returncode)[:2] == (kind, status)
+    assert script.describe(returncode)[2].startswith(words)
 
+
+def test_the_exception_at_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     old = "Traceback (most recent call last):\n  File x\nKeyError: old\n\f\n"
     of_torch = (
