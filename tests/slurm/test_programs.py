@@ -7,6 +7,7 @@ Each has two DataLoader workers per rank, and no line for this project. The step
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -34,7 +35,7 @@ class Program:
     """file: in tests/programs. signal: that it gets. keys: of the job. args: of the program.
 
     save_every: steps between regular saves, at most so many of which may be repeated; 0: it saves
-    only at the stop, and repeats none.
+    only at the stop, and repeats none. memory_mb: of the job on each node.
     """
 
     file: str
@@ -42,11 +43,12 @@ class Program:
     keys: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     save_every: int = 0
+    memory_mb: int = 2000
 
 
 PROGRAMS = {
     "ddp": Program("plain_ddp.py", "SIGUSR2"),
-    "shell": Program("run.sh", "SIGUSR2"),
+    "shell": Program("run.sh", "SIGUSR2", args=("plain_ddp.py",)),
     "accelerate": Program("accelerate_program.py", "SIGTERM"),
     "trainer": Program("trainer.py", "SIGTERM"),
     # The ranks do not agree on the step. A signal that finds them in different steps is less likely
@@ -61,30 +63,32 @@ WITH_REGULAR_SAVES = {
     "lightning, saves": Program("lightning_program.py", "SIGUSR1", save_every=5),
     "trainer, JIT, saves": Program("trainer.py", "SIGTERM", args=("--jit",), save_every=5),
 }
+# Without torch. Each rank of the other programs takes seconds to start.
+LIGHT = {
+    "light": Program("light.py", "SIGUSR2", memory_mb=300),
+    "light, shell": Program("run.sh", "SIGUSR2", args=("light.py",)),
+    "light, torchrun": Program("light.py", "SIGUSR2", ("through=torchrun",)),
+}
 EVENTS = ("time limit", "requeue", "preemption")
-# One cell of each program runs in `make test`, and one of a launcher: on CPUs, accelerate's starts
-# torchrun. The shell and torchrun start the program of "ddp".
-FAST = {
-    ("shell", "preemption"),
-    ("accelerate", "requeue"),
+# What runs in `make test`: both frameworks, since the Trainer uses accelerate and stops at the same
+# signal, and a launcher, since on CPUs accelerate's starts torchrun.
+FAST = [
+    ("light, shell", "preemption"),
+    ("light, torchrun", "requeue"),
     ("trainer", "requeue"),
     ("lightning, saves", "requeue"),
-    ("torchrun", "requeue"),
-}
-CELLS = [
-    pytest.param(
-        name, event, id=f"{name}, {event}", marks=() if (name, event) in FAST else pytest.mark.long
-    )
-    for name in PROGRAMS | WITH_REGULAR_SAVES
-    for event in EVENTS
 ]
+CELLS = [pytest.param(name, event, id=f"{name}, {event}") for name, event in FAST]
+for name, event in itertools.product(PROGRAMS | WITH_REGULAR_SAVES, EVENTS):
+    if (name, event) not in FAST:
+        CELLS.append(pytest.param(name, event, id=f"{name}, {event}", marks=pytest.mark.long))
 
 
 @pytest.mark.parametrize(("name", "event"), CELLS)
 def test_a_program_is_saved_requeued_once_and_repeats_no_step(
     slurm: Cluster, tmp_path: Path, name: str, event: str
 ) -> None:
-    run(slurm, tmp_path, (PROGRAMS | WITH_REGULAR_SAVES)[name], event)
+    run(slurm, tmp_path, (PROGRAMS | WITH_REGULAR_SAVES | LIGHT)[name], event)
 
 
 @pytest.mark.long
@@ -106,7 +110,7 @@ FAULTS = {
     "raise": "rank 1 on node2 failed first: the program exited with status 1; ValueError: bad data",
     "kill": "rank 1 on node2 failed first: the program was killed by signal 9",
     "memory": (
-        "rank 1 on node2 failed first: the program was killed since its limit of 2097.2 MB was "
+        "rank 1 on node2 failed first: the program was killed since its limit of {limit} MB was "
         "used up; peak memory: "
     ),
     "kill in a shell": (
@@ -121,33 +125,35 @@ FAULTS = {
 
 
 # Without Slurm, test_script.py has a rank that raises, and one that is killed.
-FAST_FAULTS = {("ddp", "memory"), ("ddp", "exit")}
+FAULT_CELLS = [
+    ("light", "memory"),
+    ("light", "exit"),
+    *(
+        pytest.param(name, fault, marks=pytest.mark.long)
+        for name, fault in itertools.product(PROGRAMS, ("raise", "kill", "memory", "exit"))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        pytest.param(name, fault, marks=() if (name, fault) in FAST_FAULTS else pytest.mark.long)
-        for name in PROGRAMS
-        for fault in ("raise", "kill", "memory", "exit")
-    ],
-)
+@pytest.mark.parametrize(("name", "fault"), FAULT_CELLS)
 def test_the_rank_that_failed_is_named(
     slurm: Cluster, tmp_path: Path, name: str, fault: str
 ) -> None:
     repo = jobs.copy_repository(tmp_path / "clone")
     run_dir = tmp_path / "run"
     log = tmp_path / "log"
-    job = submit(slurm, repo, log, run_dir, PROGRAMS[name], "10", "--fault", fault)
+    program = (PROGRAMS | LIGHT)[name]
+    job = submit(slurm, repo, log, run_dir, program, "10", "--fault", fault)
     try:
         state, _ = ended(slurm, job, log, 120)
     finally:
         jobs.leave_no_job(slurm)
     assert state == "FAILED", log.read_text()
     reason = FAULTS["kill in a shell" if (name, fault) == ("shell", "kill") else fault]
+    reason = reason.format(limit=f"{program.memory_mb * 1.048576:.1f}")
     assert log_lines(log)[-1].startswith(f"script: failed: {reason}")
     if fault == "memory":  # all ranks that a launcher starts on a node are one task
-        shown = r"task \d" if PROGRAMS[name].keys else "rank 1"
+        shown = r"task \d" if program.keys else "rank 1"
         assert re.search(f"peak memory: {shown} ", log_lines(log)[-1])
     assert read(run_dir / "status.json")["first_failing_rank"] == 1
     assert jobs.explain(slurm, repo, run_dir).startswith(reason)
@@ -198,12 +204,14 @@ def submit(
         *program.keys,
     ]
     words += [] if "through=node" in program.keys else ["ranks_per_node=1"]
-    words += [f"script={FOLDER / program.file}", "launcher=print", "--", *args]
+    file = FOLDER / program.file
+    words += [f"script={file}", "launcher=print", "--", *program.args, *args]
     script = slurm.run(sys.executable, "launch.py", *words, cwd=repo, env=PYTHON)
     assert script.returncode == 0, script.stderr
-    file = log.with_name("job.sh")
-    file.write_text(script.stdout)
-    return slurm.submit(f"--output={log}", "--mem=2000", file, cwd=repo, env=PYTHON)
+    job_script = log.with_name("job.sh")
+    job_script.write_text(script.stdout)
+    options = [f"--output={log}", f"--mem={program.memory_mb}"]
+    return slurm.submit(*options, job_script, cwd=repo, env=PYTHON)
 
 
 def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:
@@ -214,7 +222,7 @@ def run(slurm: Cluster, folder: Path, program: Program, event: str) -> None:
     run_dir = folder / "run"
     log = folder / "log"
     time = "1" if event == "time limit" else "10"
-    args = ["--steps", "100000", "--save-every", str(program.save_every), *program.args]
+    args = ["--steps", "100000", "--save-every", str(program.save_every)]
     job = submit(slurm, repo, log, run_dir, program, time, *args)
     try:
         helpers.wait_until(lambda: steps(run_dir, "step")[STEPS:], helpers.START_S, f"step {STEPS}")
