@@ -1,11 +1,7 @@
-"""A second job on the run directory of a job that is running, suspended or pending. On a real
-Slurm.
-"""
+"""A second job on the run directory of a job that is running or suspended. On a real Slurm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,49 +13,42 @@ from tests.slurm.jobs import ONE_BY_ONE
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = "sbatch/mnist_1x1.sh"
-
-
-@dataclass(frozen=True)
-class First:
-    """A job that trains without end, and whose run directory other jobs ask for."""
-
-    slurm: Cluster
-    repo: Path
-    job: str
-    run_dir: Path
-    log: Path
-
-
-@pytest.fixture
-def first(slurm: Cluster, repo: Path, tmp_path: Path) -> Iterator[First]:
-    run_dir = tmp_path / "run"
-    log = tmp_path / "log"
-    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, *jobs.ENDLESS, f"run_dir={run_dir}")
-    try:
-        jobs.wait_for_training(slurm, job, run_dir, step=1)
-        yield First(slurm, repo, job, run_dir, log)
-    finally:
-        jobs.leave_no_job(slurm)
+SCRIPT = "sbatch/script_2x8.sh"
+# Without torch, which takes seconds to start.
+PROGRAM = """
+import os, pathlib, time
+beats = pathlib.Path(os.environ["RECIPES_RUN_DIR"], "beats")
+while True:
+    with beats.open("a") as file:
+        file.write(".")
+    time.sleep(0.1)
+"""
 
 
 def test_a_second_job_is_refused_until_the_first_ends(
-    slurm: Cluster, repo: Path, first: First, tmp_path: Path
+    slurm: Cluster, repo: Path, tmp_path: Path
 ) -> None:
-    used = (
-        f"run_dir={first.run_dir}: job {first.job} (running) uses it: cancel it (scancel "
-        f"{first.job})"
-    )
-    log = tmp_path / "second"
-    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, f"run_dir={first.run_dir}")
-    assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
-    assert jobs.log_lines(log)[-1].startswith(f"mnist: {used}"), jobs.tail(log)
-    slurm.run("scontrol", "suspend", first.job, check=True)
-    job = jobs.sbatch(slurm, repo, log, *ONE_BY_ONE, SCRIPT, f"run_dir={first.run_dir}")
-    assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
-    assert f"job {first.job} (suspended) uses it" in jobs.log_lines(log)[-1]
-    slurm.run("scontrol", "resume", first.job, check=True)
-    step = helpers.rows(first.run_dir)[-1]["step"]
-    helpers.wait_until(
-        lambda: helpers.rows(first.run_dir)[-1]["step"] > step, 60, "the first job to continue"
-    )
+    (repo / "program.py").write_text(PROGRAM)
+    run_dir = tmp_path / "run"
+    beats = run_dir / "beats"
+    words = (*ONE_BY_ONE, SCRIPT, "script=program.py", "device=cpu", f"run_dir={run_dir}")
+
+    def refused(state: str) -> str:
+        """The last line of a second job, while the first one is in this state."""
+        log = tmp_path / state
+        job = jobs.sbatch(slurm, repo, log, *words)
+        assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
+        return jobs.log_lines(log)[-1]
+
+    first = jobs.sbatch(slurm, repo, tmp_path / "log", *words)
+    try:
+        helpers.wait_until(beats.exists, helpers.START_S, "the program of the first job")
+        used = f"run_dir={run_dir}: job {first} (running) uses it: cancel it (scancel {first})"
+        assert refused("running").startswith(f"script: {used}")
+        slurm.run("scontrol", "suspend", first, check=True)
+        assert f"job {first} (suspended) uses it" in refused("suspended")
+        slurm.run("scontrol", "resume", first, check=True)
+        size = beats.stat().st_size
+        helpers.wait_until(lambda: beats.stat().st_size > size, 60, "the first job to continue")
+    finally:
+        jobs.leave_no_job(slurm)
