@@ -20,6 +20,20 @@ pytestmark = pytest.mark.timeout(300)
 
 KEYS = ("device=cpu", "cpu_threads=1", "max_steps=3")
 BROKEN = "raise RuntimeError('edited after it was submitted')\n"
+# Notes which program parses a command line. The rest of a job's processes read what `begin` has
+# resolved.
+NOTED = """
+_settings = settings
+
+
+def settings(words, recipe, *rest):
+    import os, sys
+    step = os.environ.get("SLURM_STEP_ID", "")
+    program = os.path.basename(sys.argv[0])
+    with open({notes!r}, "a") as notes:
+        notes.write("rank\\n" if step.isdecimal() else f"{{program}}\\n")
+    return _settings(words, recipe, *rest)
+"""
 
 
 def git(repo: Path, *words: str) -> str:
@@ -66,6 +80,10 @@ def check_origin(repo: Path, run_dir: Path) -> None:
 def test_a_job_runs_the_code_of_its_submission_after_an_edit(
     slurm: Cluster, repo: Path, tmp_path: Path
 ) -> None:
+    """Its command line is parsed when it is submitted and when it begins."""
+    parser = repo / "recipes/core/config/parser.py"
+    notes = tmp_path / "parsed"
+    parser.write_text(parser.read_text() + NOTED.format(notes=str(notes)))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     inner = f"{sys.executable} ../clone/launch.py recipe=toy nodes=2 {' '.join(KEYS)} run_dir=mine"
@@ -88,6 +106,8 @@ def test_a_job_runs_the_code_of_its_submission_after_an_edit(
     assert job, said
     assert slurm.wait_job(job, 120) == "COMPLETED", said
     check_origin(repo, elsewhere / "mine")
+    assert jobs.read(elsewhere / "mine/summary.json")["world_size"] == 2
+    assert notes.read_text().split() == ["launch.py", "batch.py"]
 
 
 @pytest.mark.long
@@ -112,32 +132,3 @@ def test_a_job_never_runs_the_code_of_another_clone(
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("ready", "launched", "here"):
         assert jobs.read(repo / name / "status.json")["state"] == "done"
-
-
-# Notes who parses a command line. The rest of a job's processes read what `begin` has resolved.
-COUNTED = """
-_settings = settings
-
-
-def settings(words, recipe, *rest):
-    import os
-    step = os.environ.get("SLURM_STEP_ID", "")
-    place = "rank" if step.isdecimal() else "batch" if "SLURM_JOB_ID" in os.environ else "login"
-    with open({log!r}, "a") as log:
-        log.write(place + "\\n")
-    return _settings(words, recipe, *rest)
-"""
-
-
-def test_the_words_of_a_job_are_parsed_when_it_is_submitted_and_when_it_begins(
-    slurm: Cluster, repo: Path, tmp_path: Path
-) -> None:
-    parser = repo / "recipes/core/config/parser.py"
-    counted = tmp_path / "parsed"
-    parser.write_text(parser.read_text() + COUNTED.format(log=str(counted)))
-    argv = (sys.executable, "launch.py", "recipe=toy", "nodes=2", "cpus_per_rank=1", *KEYS)
-    of_run = (f"run_dir={tmp_path}/run", "wait=true")
-    done = slurm.run(*argv, *of_run, cwd=repo, env=PYTHON, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert jobs.read(tmp_path / "run/summary.json")["world_size"] == 2
-    assert counted.read_text().split() == ["login", "batch"]
