@@ -59,20 +59,21 @@ def _no_job_left(slurm: Cluster) -> Iterator[None]:
 
 
 def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
-    keys = [*MINI, "epochs=2", f"run_dir={tmp_path}/run", "global_batch_size=127"]
-    log = tmp_path / "log"
     run_dir = tmp_path / "run"
-    job = sbatch(slurm, repo, log, *TWO_BY_TWO, "sbatch/mnist_2x8.sh", *keys, env=HOSTILE)
+    log = tmp_path / "log"
+    keys = [*MINI, "epochs=2", f"run_dir={run_dir}", "global_batch_size=127"]
+    two_and_one = (*TWO_BY_TWO, "--ntasks=3")
+    job = sbatch(slurm, repo, log, *two_and_one, "sbatch/mnist_2x8.sh", *keys, env=HOSTILE)
     assert ended(slurm, job, log) == ("COMPLETED", "0:0"), log.read_text()
 
     assert read(run_dir / "status.json")["state"] == "done"
     summary = read(run_dir / "summary.json")
-    assert summary["world_size"] == 4
+    assert summary["world_size"] == 3
     assert summary["num_nodes"] == 2
     assert summary["val_samples"] == 359
 
     text = log.read_text()
-    assert "mnist: 4 ranks on 2 nodes, cpu, gloo" in text
+    assert "mnist: 3 ranks on 2 nodes, cpu, gloo" in text
     # docker0 has the same address on both nodes, and a node's own name is 127.0.1.1: only the route
     # tells
     node2 = slurm.node("node2")
@@ -81,8 +82,8 @@ def test_a_ready_script_trains_on_two_nodes(slurm: Cluster, repo: Path, tmp_path
     assert len(routes.intersection(log_lines(log))) == 1, text
     assert "cpu binding" not in text  # what srun says of HOSTILE's
     logs = sorted(file.name for file in (run_dir / "logs").iterdir())
-    assert logs == [f"rank{rank}.log" for rank in range(4)]
-    assert "mnist: 4 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
+    assert logs == [f"rank{rank}.log" for rank in range(3)]
+    assert "mnist: 3 ranks on 2 nodes" in (run_dir / "logs/rank0.log").read_text()
     result = f"val_top1 {summary['val_top1']:.4f}"
     assert log_lines(log)[-1] == f"mnist: done; {result}; run directory {run_dir}"
 
