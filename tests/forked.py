@@ -4,8 +4,8 @@ imports torch takes 4 s.
 `start` takes a command (`python -m recipes.X`, `python -c CODE`, `python launch.py`), an
 environment and a working folder, and returns an object that can be used like a `subprocess.Popen`.
 launch.py in a fork starts its ranks as forks, too. The process that is forked starts at the first
-call, in each worker of the tests, and ends with it. It never runs a backward pass, because autograd
-refuses to work in a fork of a process that did.
+call of any worker of the tests, serves all workers, and ends with the last one that has called. It
+never runs a backward pass, because autograd refuses to work in a fork of a process that did.
 
 Use `helpers.fork` and `helpers.run_fork` for tests of a run. Use `helpers.start` and `helpers.run`,
 which start a new interpreter, for other commands, and for tests of what happens before torch is
@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -33,7 +35,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from recipes.core.config import recipe_conf
 
@@ -119,43 +121,40 @@ def start(argv: Sequence[str], *, cwd: Path = ROOT, environ: Mapping[str, str]) 
 
 @functools.cache
 def _server() -> socket.socket:
-    """The connection to the process that is forked. It ends when this one does."""
-    ours, its = socket.socketpair()
-    # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and
-    # `recipes` are found.
-    subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()]
-    )
-    its.close()
-    return ours
+    """The connection to the process that is forked. The worker that takes its address starts it."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of all workers
+    digest = hashlib.sha256(f"{session} {ROOT}".encode()).hexdigest()
+    address = f"\0recipes-tests-{digest}"  # no file: it ends with its last process
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
+        listener.bind(address)
+        listener.listen()
+        descriptor = listener.fileno()
+        # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and
+        # `recipes` are found.
+        command = [sys.executable, "-m", "tests.forked", str(descriptor)]
+        subprocess.Popen(command, cwd=ROOT, pass_fds=[descriptor])
+    connection = socket.socket(socket.AF_UNIX)
+    while connection.connect_ex(address):  # another worker has taken it, and does not listen yet
+        time.sleep(POLL_S)
+    return connection
 
 
 # The rest runs in the process that is forked, and in its forks.
 
 
-def serve(connection: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
     pids: dict[int, int] = {}  # pid: the pipe for its exit status
-    while True:
-        if select.select([connection], [], [], POLL_S if pids else None)[0]:
-            head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
-            if not head:
-                return
-            length = int.from_bytes(head, "big")
-            text = b""
-            while len(text) < length:
-                text += connection.recv(length - len(text))
-            out, tell = descriptors
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                request = json.loads(text)
-                signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("blocked"))
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                become(**request)
-            os.write(tell, pid.to_bytes(4, "big"))
-            os.close(out)
-            pids[pid] = tell
+    workers = [listener.accept()[0]]
+    while workers:
+        ready, _, _ = select.select([listener, *workers], [], [], POLL_S if pids else None)
+        for connection in ready:
+            if connection is listener:
+                workers.append(listener.accept()[0])
+            elif request := receive(connection):
+                start_fork(pids, *request)
+            else:
+                workers.remove(connection)
+                connection.close()
         while pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -163,6 +162,35 @@ def serve(connection: socket.socket) -> None:
             with contextlib.suppress(BrokenPipeError):  # the test has ended before it
                 os.write(pids[pid], str(os.waitstatus_to_exitcode(status)).encode())
             os.close(pids.pop(pid))
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], int, int] | None:
+    """A request of this user, the pipe for its output and the pipe for its exit status; None if
+    there will be no more.
+    """
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    head, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+    if not head or struct.unpack("3i", peer)[1] != os.getuid():
+        return None
+    length = int.from_bytes(head, "big")
+    text = b""
+    while len(text) < length:
+        text += connection.recv(length - len(text))
+    out, tell = descriptors
+    return json.loads(text), out, tell
+
+
+def start_fork(pids: dict[int, int], request: dict[str, Any], out: int, tell: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request.pop("blocked"))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        become(**request)
+    os.write(tell, pid.to_bytes(4, "big"))
+    os.close(out)
+    pids[pid] = tell
 
 
 def become(
@@ -278,7 +306,7 @@ def add_broken() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests handle Ctrl-C
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     import sklearn.datasets  # noqa: F401
     import torch
     import torch._dynamo  # the first optimizer would import it, in each fork
@@ -290,7 +318,7 @@ def main() -> None:
     add_broken()
     gc.collect()
     gc.freeze()
-    serve(connection)
+    serve(listener)
 
 
 if __name__ == "__main__":
