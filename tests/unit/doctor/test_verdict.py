@@ -355,3 +355,20 @@ def test_versions_without_a_majority_exclude_no_node() -> None:
     assert judgement.exclude == []
     text = "\n".join(verdict.lines(judgement))
     assert "torch is 2.10.0, and no value has a majority of the nodes" in text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "names"),
+    [
+        ([0], 1, "node0"),
+        ([0, 2], 3, "node0, node2"),
+        ([0, 1, 2], 3, "all 3 nodes"),
+        (list(range(8)), 20, ", ".join(hosts(8))),
+        (list(range(9)), 20, f"{', '.join(hosts(8))} and 1 more"),
+    ],
+)
+def test_the_nodes_of_a_finding_are_named(nodes: list[int], count: int, names: str) -> None:
+    rows = [{"node": host} for host in hosts(count)]
+    finding = verdict.Finding("is slow", "replace it", nodes=nodes)
+    lines = verdict.lines(verdict.Verdict([finding], hosts=list(hosts(count)), table=rows))
+    assert f"BAD   {names}: is slow: replace it" in lines

@@ -169,6 +169,8 @@ def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
     )
     drawn = [path.attrib["d"] for path in last.iter() if path.attrib.get("class") == "line c0 d0"]
     assert [d.count("M") + d.count("L") for d in drawn] == [2, 2]
+    ends = re.findall(r" at (\S+?)(?:;|$)", last.attrib["aria-label"])
+    assert ends == ["1", "5"]  # hours
     assert "not finite" not in page(tmp_path, tmp_path / "run").source
 
 
@@ -316,7 +318,9 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     assert " ".join(table[:15]) == "2 1 200.0 200.0 100% 4 1 360.0 400.0 90% 8 2 640.0 800.0 80%"
     lines = [path["class"] for path in shown.paths("line")]
     assert lines == ["line c0 d0", "line c1 d0", "line c2 d0"]
-    assert not any("Scaling" in label for label in page(tmp_path, *runs[:1]).labels())
+    for count in (1, 2):
+        labels = page(tmp_path, *runs[:count]).labels()
+        assert any("Scaling" in label for label in labels) == (count == 2)
     of_toy = {"recipe": "toy", "world_size": 16, "num_nodes": 4, "samples_per_second": 9.0}
     runs.append(make(tmp_path / "toy", [row(0, 1)], summary=of_toy))
     opened = tmp_path / "toy/attempts/0000/opened.json"
