@@ -19,7 +19,7 @@ from recipes.core.config import declare, envfile, key_value, profiles, recipe_co
 from recipes.core.config.job_keys import JobKeys
 from recipes.core.config.key_value import Words
 from recipes.core.config.recipe_conf import Differences
-from recipes.core.config.run_keys import RESUME_WORDS, RunKeys
+from recipes.core.config.run_keys import RESUME_WORDS, RecipeKeys, RunKeys
 from recipes.core.errors import ConfigError, shown
 from recipes.core.variables import Environ
 
@@ -47,8 +47,7 @@ class Settings:
         """The keys that come from the run and differ from the recipe's defaults, as words; "" for
         none.
         """
-        dataset = str(getattr(self.config, "dataset", ""))
-        of_dataset = recipe_conf.datasets(self.recipe).get(dataset, {})
+        of_dataset = recipe_conf.datasets(self.recipe).get(self.config.dataset, {})
         usual = {**vars(RunKeys()), **vars(declare.build(type(self.config), of_dataset))}
         now = {**vars(self.run), **vars(self.config)}
         return ", ".join(
@@ -58,7 +57,7 @@ class Settings:
         )
 
 
-Inherited = Callable[[RunKeys, str, type], tuple[Path | None, Words]]
+Inherited = Callable[[RunKeys, str, type[RecipeKeys]], tuple[Path | None, Words]]
 
 
 def settings(words: Words, recipe: str, environ: Environ, inherited: Inherited) -> Settings:
@@ -129,7 +128,9 @@ def _of_variant(variant: str, recipe: str, variants: Differences) -> Mapping[str
     raise ConfigError(f"variant={shown(variant)}: {rule}")
 
 
-def _check_names(words: Words, recipe: str, recipe_class: type, with_job_keys: bool) -> None:
+def _check_names(
+    words: Words, recipe: str, recipe_class: type[RecipeKeys], with_job_keys: bool
+) -> None:
     """Raises ConfigError for a name that is no key here, and for keys that exclude each other."""
     job_names = declare.names_of(JobKeys)
     known = declare.names_of(RunKeys, recipe_class)
@@ -139,7 +140,7 @@ def _check_names(words: Words, recipe: str, recipe_class: type, with_job_keys: b
         if name in job_names - known:
             raise ConfigError(_misplaced(name, value))
         if name not in known:
-            hint = declare.nearest(name, known) or getattr(recipe_class, "hint", "")
+            hint = declare.nearest(name, known) or recipe_class.hint
             rule = f"recipe {recipe} has no key '{shown(name)}'{hint}"
             raise ConfigError(f"{shown(name)}={shown(value)}: {rule}")
     for name in ("gpus_per_node", "ranks_per_node"):

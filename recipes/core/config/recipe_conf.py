@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipes.core.config import declare
-from recipes.core.config.run_keys import RunKeys
+from recipes.core.config.run_keys import RecipeKeys, RunKeys
 from recipes.core.errors import ConfigError, shown
 from recipes.core.files import ROOT
 
@@ -30,7 +30,7 @@ def require(recipe: str, label: str) -> None:
         )
 
 
-def load(recipe: str) -> tuple[type, Differences]:
+def load(recipe: str) -> tuple[type[RecipeKeys], Differences]:
     """The ``Config`` dataclass and the ``VARIANTS`` of recipes/conf/RECIPE.py.
 
     Raises ConfigError for an unknown recipe, and if a variant or a data set in the file sets an

@@ -153,15 +153,25 @@ class RecipeKeys:
     """The base of the keys of a recipe. A recipe that trains uses `TrainKeys`.
 
     starts_a_run: whether `recipes.core.train.session` runs it, so that `launch.py check` can start
-    it up to its first step.
+    it up to its first step. prepared: values of ``dataset`` whose files `recipes.prepare` puts into
+    ``data_dir``; launch.py looks for them before it submits a job. hint: ends the message for an
+    unknown key.
     """
 
-    # no keys, since they have no annotation
+    # no keys, since they have no annotation: the values for a recipe that has no such key
     starts_a_run = True
+    prepared: ClassVar[tuple[str, ...]] = ()
+    hint = ""
+    dataset = ""
+    data_dir = ""
+    num_workers = 0
+    global_batch_size = 0
     epochs = 0
     seed = 0
     evaluate = False
     deterministic = False
+    program = ""
+    restart_on_hang = False
 
     def __init_subclass__(cls) -> None:
         # `lr: float = 0.01` changes only the default of a key of a base class
@@ -180,13 +190,11 @@ class RecipeKeys:
 class TrainKeys(RecipeKeys):
     """Keys of every training recipe. A recipe's own dataclass adds to them.
 
-    prepared: values of ``dataset`` whose files `recipes.prepare` puts into ``data_dir``; launch.py
-    looks for them before it submits a job. lr_depends_on_length: whether the learning rate depends
-    on ``epochs`` or ``max_steps``. small_part: with fewer samples in a forward pass, starting a
-    GPU's kernels takes longer than computing. A recipe may override each.
+    lr_depends_on_length: whether the learning rate depends on ``epochs`` or ``max_steps``.
+    small_part: with fewer samples in a forward pass, starting a GPU's kernels takes longer than
+    computing. A recipe may override each.
     """
 
-    prepared: ClassVar[tuple[str, ...]] = ()
     lr_depends_on_length = True
     small_part = 32
     dataset: str = key("", "data set", pattern=NAME)

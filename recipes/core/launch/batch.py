@@ -91,7 +91,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
             _require_unused(settings, attempt, job, environ)
             code = _code(environ, attempt.run_dir)
             _describe(settings, run_dir, script, code, job, environ)
-            if jobs.is_program(settings):
+            if settings.config.program:
                 _prepare_program(settings, attempt, job)
         spec, variables = _resolve(settings, code, job, {**environ, **exported})
         in_reserve = restart.first_nodes(spec, environ) if job_id else []
@@ -113,7 +113,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
 
 def _of_program(settings: Settings) -> Shell:
     """What the script's shell does before the ranks of a program, which need not end together."""
-    if not jobs.is_program(settings):
+    if not settings.config.program:
         return []
     return [("program", settings.recipe), ("step", "--wait=0")]
 
@@ -270,7 +270,7 @@ def _is_by_clock(settings: Settings, job: Job) -> bool:
     """Whether the ranks stop by the clock: the script's signal would stop a job of a few minutes at
     its start. A program of the user receives that signal itself.
     """
-    if not settings.run.stop_before_s or not job.is_short or jobs.is_program(settings):
+    if not settings.run.stop_before_s or not job.is_short or settings.config.program:
         return False
     say(
         f"{settings.recipe}: this job has only a few minutes: it ignores SIGUSR2, which comes too "
@@ -337,7 +337,7 @@ def step_ended(
             say("\f", 1)  # separates the attempts in the log of the job too
             return EXIT_DONE, _again(spec, following, environ)
     most = _max_requeues(settings, attempt) + examination.requeues(run_dir, environ)
-    of_hang = outcome.kind is Kind.hang and getattr(settings.config, "restart_on_hang", False)
+    of_hang = outcome.kind is Kind.hang and settings.config.restart_on_hang
     if of_hang and not after:
         after = f"; {requeue(attempt, outcome.step, most, environ)}"
     if outcome.state == "done":
@@ -361,7 +361,7 @@ def _again(spec: Spec, following: restart.Restart, environ: Environ) -> Shell:
     """What the script's shell does to start the ranks again."""
     attempt = following.attempt
     assert attempt
-    if jobs.is_program(spec.settings):
+    if spec.settings.config.program:
         _prepare_program(spec.settings, attempt, client.own(environ))
     options = [*spec.step, *following.options]
     shell = [("export", f"{attempts.VARIABLE}={attempt.folder}"), ("again", "1")]

@@ -130,9 +130,9 @@ def find_data(settings: Settings, root: Path) -> str:
     repository's own data/.
     """
     keys = settings.config
-    dataset = getattr(keys, "dataset", "")
+    dataset = keys.dataset
     # a mount may show other folders
-    if dataset not in getattr(keys, "prepared", ()) or settings.job.container_mounts:
+    if dataset not in keys.prepared or settings.job.container_mounts:
         return ""
     if "$" in keys.data_dir:
         return f"data_dir={keys.data_dir}: the path contains $, so the data was not checked"

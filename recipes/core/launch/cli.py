@@ -139,7 +139,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     findings = None
     if settings.job.container and job:
         print("recipe: not checked: the job uses the Python of the container's image", flush=True)
-    elif jobs.is_program(settings):
+    elif settings.config.program:
         program = settings.config.program
         print(f"script: not checked: launch.py check does not start {program}", flush=True)
     else:

@@ -156,8 +156,7 @@ def folders_of_run(settings: Settings, root: Path) -> list[str]:
     ConfigError for a name that the runtime would divide.
     """
     # it may come from the site profile
-    data_dir = getattr(settings.config, "data_dir", "")
-    values = {"data_dir": data_dir, **settings.from_run, **settings.typed}
+    values = {"data_dir": settings.config.data_dir, **settings.from_run, **settings.typed}
     keys = declare.declared("path", RunKeys, type(settings.config))
     names = [values.get(key, "") for key in keys | {"data_dir", "network", "resume", "program"}]
     names += [os.environ.get(name, "") for name in ("RECIPES_DATA", "TORCH_HOME")]

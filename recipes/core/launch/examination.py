@@ -82,7 +82,7 @@ def _run_doctor(spec: specs.Spec, run_dir: Path, nodes: Sequence[str], environ: 
     keys = {
         "device": settings.run.device.name,
         "network": settings.run.network,
-        "data_dir": getattr(settings.config, "data_dir", ""),
+        "data_dir": settings.config.data_dir,
         "umask": settings.run.umask,
         "bandwidth": "false" if nodes else "",
     }

@@ -304,7 +304,7 @@ def _size(settings: Settings, gpus_by: str) -> dict[str, str]:
         options[gpus_by.removeprefix("--")] = f"{kind}{count}"
     cpus = GPU_CPUS
     if on_cpu:
-        workers = getattr(settings.config, "num_workers", 0)
+        workers = settings.config.num_workers
         cpus = max(1, settings.run.cpu_threads) + (CPU_WORKERS if workers < 0 else workers)
         ranks = int(own_words(settings).get("nproc_per_node", ranks))
     cpus = (job.cpus_per_rank or cpus) * ranks // tasks
@@ -319,23 +319,18 @@ def _fixed(settings: Settings, runs: int) -> dict[str, str]:
     if settings.run.spare or settings.run.min_nodes:
         options["no-kill"] = ""  # the job survives the loss of a node
     # Of a program of the user, only the batch shell is signalled: see sbatch/job.sh.
-    shell = "B:" if is_program(settings) else ""
+    shell = "B:" if settings.config.program else ""
     notice = notice_s(settings, 60.0 * job_keys.minutes(settings.job.time))
     if notice:
         options["signal"] = f"{shell}USR2@{max(1, int(notice))}"
     return options
 
 
-def is_program(settings: Settings) -> bool:
-    """Whether the recipe runs a program of the user."""
-    return bool(getattr(settings.config, "program", ""))
-
-
 def signal_s(settings: Settings) -> float:
     """How many seconds before the time limit a job of hours is signalled: SIGNAL_S, or
     stop_before_s= for a program of the user.
     """
-    is_set = is_program(settings) and "stop_before_s" in settings.typed
+    is_set = settings.config.program and "stop_before_s" in settings.typed
     return settings.run.stop_before_s if is_set else SIGNAL_S
 
 

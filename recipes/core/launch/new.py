@@ -47,7 +47,7 @@ def new(words: Sequence[str], root: Path) -> int:
         )
     recipe_conf.require(source, f"from={shown(source)}")
     cls, _ = recipe_conf.load(source)
-    if not getattr(cls, "epochs", 0):
+    if not cls.epochs:
         raise ConfigError(
             f"from={source}: does not train; give from=finetune, gpt, mnist, cifar, imagenet or toy"
         )

@@ -80,7 +80,7 @@ def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, to
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
     place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
     settings = command_line.parse([f"{name}={value}" for name, value in keys.items()])
-    batch = getattr(settings.config, "global_batch_size", 0)
+    batch = settings.config.global_batch_size
     if not batch or settings.job.launcher is Launcher.local:
         raise ConfigError("scale: give a recipe that trains; launcher=local is not supported")
     for count in counts:

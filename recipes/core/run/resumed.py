@@ -11,7 +11,7 @@ from typing import Any
 
 from recipes.core.config import declare, envfile, key_value, recipe_conf
 from recipes.core.config.parser import Settings
-from recipes.core.config.run_keys import RESUME_WORDS, RunKeys, TrainKeys
+from recipes.core.config.run_keys import RESUME_WORDS, RecipeKeys, RunKeys, TrainKeys
 from recipes.core.errors import ConfigError, shown
 from recipes.core.run import attempt, directory
 
@@ -19,7 +19,7 @@ LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
 
 
 def run_to_resume(
-    run: RunKeys, recipe: str, recipe_class: type
+    run: RunKeys, recipe: str, recipe_class: type[RecipeKeys]
 ) -> tuple[Path | None, key_value.Words]:
     """The run directory whose keys a launch inherits, and these keys: ``run_dir=``, else the run
     that ``resume=`` names.
@@ -37,7 +37,7 @@ def run_to_resume(
         if is_copy or not os.path.isfile(folder / "config.yaml"):
             continue
         other = attempt.facts(folder).get("recipe") or recipe
-        if other != recipe and getattr(recipe_class, "starts_a_run", False):
+        if other != recipe and recipe_class.starts_a_run:
             raise ConfigError(
                 f"{name}={shown(getattr(run, name))}: is a run of recipe {other}, not {recipe}: "
                 f"give another {name}="
