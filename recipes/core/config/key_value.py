@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,11 @@ def split(argv: Sequence[str]) -> Words:
             )
         words[name] = value
     return words
+
+
+def words_of(keys: Mapping[str, object]) -> list[str]:
+    """The ``key=value`` words of keys, which `split` reads."""
+    return [f"{name}={value}" for name, value in keys.items()]
 
 
 def load_yaml(path: Path, label: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.config import profiles
+from recipes.core.config import key_value, profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import (
     EXIT_DONE,
@@ -118,10 +118,6 @@ def _of_program(settings: Settings) -> Shell:
     return [("program", settings.recipe), ("step", "--wait=0")]
 
 
-def _words(settings: Settings) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.typed.items()]
-
-
 def _describe(
     settings: Settings, run_dir: Path, script: Path, code: Path, job: Job, environ: Environ
 ) -> None:
@@ -136,7 +132,7 @@ def _describe(
             text,
             environment.job_id(environ),
             settings.recipe,
-            _words(settings),
+            key_value.words_of(settings.typed),
             root=str(source.home(ROOT)),
             code=str(code),
             log=job.log,
@@ -161,7 +157,8 @@ def _resolve(
     if by_clock and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)
     variables = profiles.env_variables(settings.run.network, settings.job.cluster)
-    spec = Spec(settings, tuple(_words(settings)), variables, tuple(step), tuple(inside), by_clock)
+    words = tuple(key_value.words_of(settings.typed))
+    spec = Spec(settings, words, variables, tuple(step), tuple(inside), by_clock)
     exported[specs.VARIABLE] = specs.to_text(spec)
     if image:
         exported |= container.exports(image, {**environ, **exported})

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files, trust
+from recipes.core.config import key_value
 from recipes.core.config.parser import Settings
 from recipes.core.data import datasets
 from recipes.core.errors import (
@@ -85,7 +86,7 @@ def start(
         found_file = folder / "found.json"
         _show_checkpoints(run_dir / "checkpoints", place / "checkpoints")
         request = Request(str(found_file), ranks)
-        words = [f"{name}={value}" for name, value in arguments(settings, place).items()]
+        words = key_value.words_of(arguments(settings, place))
         environ = environment_of_dry_run(settings, request)
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         stderr = folder / "stderr"  # a pipe would stay open as long as a process of the recipe runs

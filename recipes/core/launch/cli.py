@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from recipes.core.config import help
+from recipes.core.config import help, key_value
 from recipes.core.config.job_keys import IN_IMAGE, JobKeys, Launcher
 from recipes.core.config.parser import Settings
 from recipes.core.errors import (
@@ -130,7 +130,7 @@ def check(settings: Settings, told: dict[str, Any]) -> int:
     print(f"keys:   ok: {settings.recipe}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
     run_dir = settings.run.run_dir
     if settings.sweep:
-        first = shlex.join(f"{name}={value}" for name, value in settings.sweep[0].items())
+        first = shlex.join(key_value.words_of(settings.sweep[0]))
         print(f"sweep:  the first of {len(settings.sweep)} runs is checked: {first}", flush=True)
         run_dir = run_dir and f"{run_dir}/0"
     place = directory.choose(run_dir, settings.recipe, None, ROOT)
@@ -221,8 +221,8 @@ def run_here(settings: Settings) -> int:
     if settings.job.cluster:
         environ["RECIPES_CLUSTER"] = settings.job.cluster
     environ.pop("PYTHONSAFEPATH", None)  # python -m imports from the working directory, ROOT
-    words = [f"{name}={value}" for name, value in keys.items()]
-    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}", *words]
+    command = [sys.executable, "-u", "-m", f"recipes.{settings.recipe}"]
+    command += key_value.words_of(keys)
     return local.run(command, layout, to_judge, settings.recipe, environ)
 
 

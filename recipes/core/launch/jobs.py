@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core import errors, trust
-from recipes.core.config import job_keys, profiles
+from recipes.core.config import job_keys, key_value, profiles
 from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
 from recipes.core.files import Json
@@ -211,12 +211,12 @@ def describe(settings: Settings, root: Path) -> Job:
         variables["RECIPES_SNAPSHOT"] = "false"
     return Job(
         recipe=settings.recipe,
-        arguments=tuple(f"{name}={value}" for name, value in keys.items()),
+        arguments=tuple(key_value.words_of(keys)),
         keys=job,
         ranks=int(job.gpus or 0) or (job.nodes or 1) * ranks_per_node(settings),
         root=root,
         directives=_directives(settings, profile, len(elements)) | {"chdir": str(root)},
-        elements=tuple(tuple(f"{name}={value}" for name, value in run.items()) for run in elements),
+        elements=tuple(tuple(key_value.words_of(run)) for run in elements),
         variables=variables,
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files, trust
+from recipes.core.config import key_value
 from recipes.core.errors import (
     EXIT_DONE,
     EXIT_MACHINE,
@@ -84,7 +85,7 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
         runs = [run for run in runs if run.state in UNFINISHED]
     if not runs:
         raise InputError("resume: none of these runs was stopped or has failed: name one of them")
-    added = [f"{key}={value}" for key, value in options.items()]
+    added = key_value.words_of(options)
     every = [to_resume(run, added) for run in runs]  # before one is submitted
     for run, arguments in zip(runs, every, strict=True):
         print(f"{_short(run.folder)}: {resume(run, arguments)}", flush=True)
@@ -345,7 +346,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
     environ = {**os.environ, **_variables(described)}
     settings = command_line.parse(arguments, recipe=str(described.get("recipe")), environ=environ)
-    return [f"{name}={value}" for name, value in settings.typed.items()]
+    return key_value.words_of(settings.typed)
 
 
 def _own_description(folder: Path) -> dict[str, Any]:

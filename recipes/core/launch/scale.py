@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.core.config import key_value
 from recipes.core.config.job_keys import Launcher
 from recipes.core.errors import ConfigError, EXIT_DONE, InputError, printable, shown
 from recipes.core.files import Json
@@ -79,7 +80,7 @@ def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, to
     if "run_dir" in keys:
         raise ConfigError("scale: run_dir= is chosen for each size: leave it out")
     place = root / "runs" / "scale" / time.strftime("%Y%m%d-%H%M%S")
-    settings = command_line.parse([f"{name}={value}" for name, value in keys.items()])
+    settings = command_line.parse(key_value.words_of(keys))
     batch = settings.config.global_batch_size
     if not batch or settings.job.launcher is Launcher.local:
         raise ConfigError("scale: give a recipe that trains; launcher=local is not supported")
@@ -88,7 +89,7 @@ def _submit_all(keys: dict[str, str], weak: bool, root: Path, submit: Submit, to
             keys["global_batch_size"] = str(batch * count // counts[0])
         chosen = {**keys, "nodes": count, "run_dir": place / f"nodes-{count}"}
         submitted = Json()
-        status = submit([f"{name}={value}" for name, value in chosen.items()], submitted)
+        status = submit(key_value.words_of(chosen), submitted)
         told.setdefault("runs", []).extend(submitted.get("runs", ()))
         if status:
             return status

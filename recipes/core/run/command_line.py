@@ -116,7 +116,7 @@ def of_script(argv: Sequence[str], recipe: str) -> list[str]:
     if not recipe:
         keys["recipe"] = SCRIPT
     words = {"workdir": os.getcwd(), **keys, "program": os.path.abspath(file)}
-    script_words = [f"{name}={value}" for name, value in words.items()]
+    script_words = key_value.words_of(words)
     if has_arguments:
         script_words.append(f"args={shlex.join(argv[len(options) + 1 :])}")
     return script_words
