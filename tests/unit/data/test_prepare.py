@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,6 +222,20 @@ def test_a_model_that_cannot_be_fetched_is_one_line(
     assert err.startswith(f"error: model=org/name: {kind}")
     assert f": {fix}" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("licence", ["mit", "cc-by-nc-4.0", None])
+def test_a_licence_that_restricts_the_use_of_weights_is_named(
+    licence: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timm = SimpleNamespace(
+        create_model=lambda name, pretrained: None,
+        get_pretrained_cfg=lambda name: SimpleNamespace(license=licence),
+    )
+    prepare._fetch_from_hub("timm/vit", "vit", timm)
+    *warnings, _ = capsys.readouterr().out.splitlines()
+    line = f"timm/vit: the licence of these weights is {licence or 'unknown'}: read it before"
+    assert [warning[: len(line)] for warning in warnings] == [line] * (licence != "mit")
 
 
 def test_a_model_that_was_fetched_is_found_by_its_name(

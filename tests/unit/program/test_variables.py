@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from recipes import script
-from recipes.core.errors import DiskFull
+from recipes.core.errors import DiskFull, InputError, MachineError
 from recipes.core.place import ranks
+from recipes.core.run import attempt
 from recipes.core.run.attempt import Attempt
 
 TWO = {
@@ -23,6 +24,18 @@ TWO = {
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "2",
 }
+
+
+def test_a_node_that_does_not_see_the_run_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start: Any = SimpleNamespace(ranks=ranks.detect({}))
+    monkeypatch.delenv(attempt.VARIABLE, raising=False)
+    with pytest.raises(InputError, match="must be started by a job script"):
+        script.main(start)
+    monkeypatch.setenv(attempt.VARIABLE, str(tmp_path / "attempts/0001"))
+    with pytest.raises(MachineError, match=f"{script.HOST}: does not see run_dir={tmp_path}: give"):
+        script.main(start)
 
 
 @pytest.mark.parametrize(

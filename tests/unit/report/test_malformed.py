@@ -100,6 +100,13 @@ def test_a_malformed_file_of_a_run_costs_one_line(
         path.write_text(text)
 
 
+def test_a_page_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make(tmp_path, "done")
+    assert report.main([str(tmp_path), "html=~/page.html"]) == 0
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_a_report_of_no_readable_run_fails_and_writes_no_page(tmp_path: Path) -> None:
     make(tmp_path, "done")
     (tmp_path / "job.yaml").write_text('{"arguments": 3}')
