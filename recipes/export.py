@@ -43,12 +43,11 @@ TOLERANCE = 1e-5  # of the outputs, relative to the largest
 
 @dataclass(frozen=True)
 class FileKeys:
-    out: str = key("", "file")
+    out: str = key("", "file, or new folder")
 
 
 @dataclass(frozen=True)
-class FolderKeys:
-    out: str = key("", "new folder")
+class FolderKeys(FileKeys):
     adapter: bool = key(False, "write the low-rank additions alone")
     allow_code: str = key("", "digest of the model's own Python files, if they may run")
 

@@ -48,7 +48,7 @@ def figures(size: Size) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "files")
         source = inputs.photos(files, size)
-        write.pack(files, Path(folder, "jpeg"), say=lambda line: None)
+        write.pack(files, Path(folder, "jpeg"), 256, 90, 0, lambda line: None)
         with one_core():
             values = interleaved(size.rounds, sides(Path(folder), size.least_s))
     return [

@@ -185,7 +185,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(8):
             folder = root / "source" / split / f"class{number % 2}"
             put(folder / f"{number}.JPEG", PHOTOS[number % len(PHOTOS)])
-    write.pack(root / "source", root / "copy", size=32, workers=1, say=lambda text: None)
+    write.pack(root / "source", root / "copy", size=32, quality=90, workers=1, say=print)
     return root / "copy"
 
 

@@ -114,7 +114,7 @@ def open_parts(
     several: bool,
     fraction: float,
     seed: int,
-    say: Say = lambda line: None,
+    say: Say,
 ) -> tuple[Part, Part]:
     """Training and validation set, each with the positions of its images.
 
@@ -210,7 +210,7 @@ def _composed(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def read_table(path: Path, folder: Path, several: bool, say: Say = lambda line: None) -> Table:
+def read_table(path: Path, folder: Path, several: bool, say: Say) -> Table:
     """The rows of a CSV, without those of the split test. Raises InputError with the line and the
     fix.
 

@@ -59,7 +59,7 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("packed") / "copy"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.core.data.packed.write.SAMPLES_PER_SHARD", 10)
-        write.pack(folder, root, size=64, workers=1, say=lambda text: None)
+        write.pack(folder, root, size=64, quality=90, workers=1, say=lambda text: None)
     return root
 
 
@@ -132,7 +132,7 @@ def test_the_folders_of_splits_may_have_any_usual_spelling(folder: Path, tmp_pat
     assert cifar10.local_source(str(source)) == source
     for split in ("train", "val"):
         assert open_images(source, split).digest() == open_images(folder, split).digest()
-    copy = write.pack(source, tmp_path / "packed", size=48, workers=1, say=lambda line: None)
+    copy = write.pack(source, tmp_path / "packed", size=48, quality=90, workers=1, say=print)
     for split in ("train", "val"):
         assert copy.splits[split].samples == len(open_images(folder, split))
     (source / "valid").symlink_to(folder / "val")

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def opened(
     folder: Path, table: str = "", several: bool = False, fraction: float = 0.2, seed: int = 0
 ) -> Any:
-    return open_parts("images", str(folder), table, several, fraction, seed)
+    return open_parts("images", str(folder), table, several, fraction, seed, lambda line: None)
 
 
 def said(folder: Path, table: str = "") -> tuple[Any, list[str]]:
@@ -346,7 +346,7 @@ def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data_dir='.*/none' does not exist"):
         opened(tmp_path / "none")
     with pytest.raises(InputError, match=r"labels='.*none.csv': cannot be read"):
-        read_table(tmp_path / "none.csv", tmp_path, False)
+        read_table(tmp_path / "none.csv", tmp_path, False, print)
     images(tmp_path, "a/1.png", "b/1.png")
     with pytest.raises(InputError, match="too few images for a validation set"):
         opened(tmp_path)
@@ -381,6 +381,6 @@ def test_the_digest_changes_with_the_images_and_their_part(folder: Path) -> None
     digests = set()
     for labels in (("dog", "cat", "cat"), ("cat", "dog", "cat")):
         rows = [f"a/{i}.png,{label}" for i, label in enumerate(labels)]
-        table = read_table(Path(write(folder, "file,label", *rows)), folder, False)
+        table = read_table(Path(write(folder, "file,label", *rows)), folder, False, print)
         digests.add(table.digest())
     assert len(digests) == 2

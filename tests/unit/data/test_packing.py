@@ -26,7 +26,12 @@ from tests import helpers
 from tests.helpers import ROOT
 from tests.unit.data.common import encoded, picture, put
 
-OPTIONS: dict[str, Any] = {"size": 24, "workers": 2, "say": lambda text: None}
+OPTIONS: dict[str, Any] = {
+    "size": 24,
+    "quality": 90,
+    "workers": 2,
+    "say": lambda text: None,
+}
 RUNNER = """
 import sys
 from recipes import prepare

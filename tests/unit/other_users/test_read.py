@@ -53,7 +53,7 @@ def test_a_planted_file_among_data_stops_no_reader(tmp_path: Path, kind: str) ->
     with pytest.raises(pillow.Unreadable, match="not an ordinary file"):
         pillow.read_file(tmp_path / "a.jpg")
     with pytest.raises(InputError, match="not an ordinary file"):
-        labelled.read_table(tmp_path / "b.csv", tmp_path, False)
+        labelled.read_table(tmp_path / "b.csv", tmp_path, False, print)
     with pytest.raises(InputError, match=r"has no \.txt"):
         text.write(str(tmp_path), tmp_path / "text", "bytes", 1, print)
 

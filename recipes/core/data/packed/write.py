@@ -29,10 +29,10 @@ Encode = Callable[[bytes], tuple[bytes, int, int]]  # `pillow.encode` of a size 
 def pack(
     source: Path,
     target: Path,
-    size: int = 256,
-    quality: int = 90,
-    workers: int = 0,
-    say: Say = print,
+    size: int,
+    quality: int,
+    workers: int,
+    say: Say,
 ) -> format.PackedCopy:
     """Writes a packed copy of ``source`` (``train/`` and ``val/``) to ``target``, or verifies the
     finished copy there.
