@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -20,6 +21,15 @@ def pytest_configure() -> None:
     # that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Threads of torch wait for each other by spinning. With two in each worker, the workers would
+    keep each other off the cores.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
