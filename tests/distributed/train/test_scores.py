@@ -1,13 +1,12 @@
 """The scores of an evaluation, beside scikit-learn's."""
 
 import io
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as sklearn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +14,14 @@ from recipes.core.train import scores
 
 WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
 RUN: Any = SimpleNamespace(world=WORLD)
+
+
+@pytest.fixture
+def sklearn() -> ModuleType:
+    """Imported by the tests that use it, since every worker imports this file."""
+    from sklearn import metrics
+
+    return metrics
 
 
 def of_classes(
@@ -25,7 +32,9 @@ def of_classes(
     return scores.of_classes(RUN, lambda net: [], classes)
 
 
-def test_scores_of_classes_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_classes_are_those_of_scikit_learn(
+    sklearn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = torch.Generator().manual_seed(0)
     labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
     results = of_classes(labels, predicted, scores.LARGEST_MATRIX, monkeypatch)
@@ -100,7 +109,7 @@ def test_the_score_of_one_class_can_be_the_best_metric(
 
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
 def test_scores_of_several_labels_are_those_of_scikit_learn(
-    levels: int, monkeypatch: pytest.MonkeyPatch
+    sklearn: Any, levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels - 0.5)
