@@ -162,11 +162,8 @@ def test_a_signal_that_comes_between_two_starts_is_for_the_second(bench: Bench) 
     assert reasons == ["", "SIGUSR2"], stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["errexit", "nounset", "noglob:noclobber", "posix", "errexit:nounset:noglob:noclobber:posix"],
-)
-def test_a_users_options_of_the_shell_have_no_effect(bench: Bench, options: str) -> None:
+def test_a_users_options_of_the_shell_have_no_effect(bench: Bench) -> None:
+    options = "errexit:nounset:noglob:noclobber:posix"
     bench.stub("srun", 'echo "${SHELLOPTS-}" > "$NOTES/options"; exit 75')
     _, stderr = bench.run("sbatch/mnist_1x1.sh", bench.run_dir, SHELLOPTS=options)
     assert "before the run began" in stderr  # `finish` has run
