@@ -54,9 +54,9 @@ def weights(run_dir: Path) -> dict[str, Any]:
 
 
 def test_losses_are_those_of_ddp_with_a_part_of_the_memory(tmp_path: Path) -> None:
-    alone, whole = train(tmp_path / "ddp", 4, "max_steps=20")
+    alone, whole = train(tmp_path / "ddp", 4, "max_steps=6")
     for name, shard_size, copies in (("all", 0, 1), ("hybrid", 2, 2)):
-        words = ("max_steps=20", "strategy=fsdp", f"shard_size={shard_size}")
+        words = ("max_steps=6", "strategy=fsdp", f"shard_size={shard_size}")
         losses, held = train(tmp_path / name, 4, *words)
         assert losses == pytest.approx(alone, abs=1e-5)
         assert sum(held) == pytest.approx(copies * whole[0], rel=0.02)
