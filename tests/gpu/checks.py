@@ -30,7 +30,7 @@ from recipes.core.data.in_memory import AugmentedImages
 from recipes.core.data.sampling import GlobalBatches
 from recipes.core.data.torch_loader import TorchLoader
 from recipes.core.train import sharding
-from recipes.core.train.checkpoint import HostCopy
+from recipes.core.train.host_copy import HostCopy
 from recipes.core.train.optimisation import _Average
 from recipes.core.train.optimizers import LARS
 from recipes.gpt import GPT

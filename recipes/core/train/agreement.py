@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.core.errors import shown
 from recipes.core.run import signals, watchdog
-from recipes.core.train.checkpoint import HostCopy
+from recipes.core.train.host_copy import HostCopy
 from recipes.core.train.world import World
 
 STOP = "stop"  # key in the store: why the first rank that was notified stops

@@ -9,7 +9,6 @@ random ID.
 
 import contextlib
 import io
-import itertools
 import random
 import re
 import sys
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from recipes.core import files, trust
 from recipes.core.errors import InputError, MachineError
 from recipes.core.train import sharding
+from recipes.core.train.host_copy import HostCopy
 
 Content = dict[str, Any]  # of a checkpoint, as docs/run-directory.md describes it
 LONGEST_NAME = 4096  # bytes of the file that names a checkpoint
@@ -103,43 +103,6 @@ def content_of(state: State, sampler: Mapping[str, Any], rng: Sequence[bytes]) -
         ],
         "meta": {**state.meta, "step": state.step},
     }
-
-
-class HostCopy:
-    """Copies of tensors in host memory. The memory is allocated once and reused; it is pinned if
-    the tensors are on a GPU.
-    """
-
-    def __init__(self) -> None:
-        # by the position of the tensor in the content, and its type and shape
-        self._copies: dict[tuple[object, ...], Tensor] = {}
-        self._arrived: torch.cuda.Event | None = None
-
-    def take(self, content: Any) -> Any:
-        """``content`` with each tensor replaced by a copy, which is valid from `wait` until the
-        next call.
-
-        On a GPU the copies are queued behind the steps so far, and later steps behind the copies:
-        the training does not wait for them.
-        """
-        positions = itertools.count()
-        copied = tree_map_only(Tensor, lambda tensor: self._copy(tensor, next(positions)), content)
-        if torch.cuda.is_initialized():
-            self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record()
-        return copied
-
-    def wait(self) -> None:
-        """Waits until the copies of the last `take` are complete."""
-        if self._arrived:
-            self._arrived.synchronize()
-
-    def _copy(self, tensor: Tensor, position: int) -> Tensor:
-        tensor = tensor.detach()
-        layout = (position, tensor.dtype, tensor.shape, tensor.stride())
-        if layout not in self._copies:
-            self._copies[layout] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return self._copies[layout].copy_(tensor, non_blocking=True)
 
 
 def size_of(content: Any) -> int:

@@ -22,7 +22,8 @@ from torch import nn
 
 from recipes.core.errors import DiskFull, InputError, MachineError
 from recipes.core.train import checkpoint, metrics, saving
-from recipes.core.train.checkpoint import HostCopy, Saver
+from recipes.core.train.checkpoint import Saver
+from recipes.core.train.host_copy import HostCopy
 from recipes.core.train.optimizers import MuonAdamW
 
 CPU = torch.device("cpu")
