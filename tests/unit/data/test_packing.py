@@ -10,9 +10,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +245,36 @@ def test_progress_is_a_line_every_few_seconds(
     write.pack(source, tmp_path / "slow", **OPTIONS | {"say": said.append})
     ends = [line.partition(" images, about 0:00:")[0] for line in said[4:]]
     assert ends == ["train: 17 of 17", "val: 4 of 5", "val: 5 of 5"]
+
+
+def test_an_error_in_one_shard_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also Ctrl-C: without a wait for the rest of 2,048 images."""
+    (tmp_path / "in/a").mkdir(parents=True)
+    for name in "0123":
+        (tmp_path / f"in/a/{name}.jpg").write_text(name)
+    stopped = threading.Event()
+    both = threading.Barrier(2)
+    encoded = list[bytes]()
+
+    def encode(data: bytes) -> tuple[bytes, int, int]:
+        encoded.append(data)
+        if data == b"0":
+            both.wait()
+            raise OSError("full")
+        if data == b"2":
+            both.wait()
+            stopped.wait(10)
+        return data, 1, 1
+
+    monkeypatch.setattr(write, "threading", SimpleNamespace(Event=lambda: stopped))
+    monkeypatch.setattr(write, "SAMPLES_PER_SHARD", 2)
+    listing = classfolder.scan(tmp_path / "in")
+    with pytest.raises(OSError, match="full"):
+        write._write_split("train", listing, tmp_path, encode, 2, print)
+    assert sorted(encoded) == [b"0", b"2"]
+    assert list(tmp_path.glob("*.bin")) == []
 
 
 def test_the_rest_of_the_time_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
