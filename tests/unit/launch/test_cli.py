@@ -201,6 +201,11 @@ def test_local_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {f"run_dir={tmp_path}/r", f"data_dir={tmp_path}/d", "device=cpu"} <= set(seen["command"])
     assert seen["environ"]["RECIPES_DATA"] == f"{tmp_path}/data"
     assert seen["environ"]["RECIPES_CLUSTER"] == "example"
+    # an evaluation beside a training has its own status
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.yaml").write_text("")
+    assert launch.main([*words, "run_dir=r", "evaluate=true"]) == 0
+    assert seen["run_dir"] == tmp_path / "r/evaluation"
 
 
 def test_local_reports_keys_without_effect(

@@ -96,6 +96,8 @@ def test_a_restart_uses_good_nodes(
     following = planned(tmp_path, "restarts=3", *words)
     assert line in following.line
     assert (following.attempt is None) == (nodes == "")
+    # a node that does not answer still holds the tasks of the step before
+    assert ("--overlap" in following.options) == (nodes != "")
     options = dict(option.partition("=")[::2] for option in following.options)
     assert options.get("--nodelist") == (nodes or None)
     if nodes:
@@ -179,6 +181,20 @@ def test_nodes_are_asked_only_after_a_failure(
     with helpers.start(["sleep", "1"]) as srun:
         restart.watch(attempt, srun.pid, ENVIRON)
     assert not (attempt.folder / restart.SILENT).exists()
+
+
+def test_the_watcher_gives_srun_time_if_all_nodes_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = failed(tmp_path)
+    monkeypatch.setattr(restart, "WATCH_S", 0.02)
+    monkeypatch.setattr(restart, "SILENT_LAG_S", 0.0)
+    monkeypatch.setattr(restart.client, "silent_nodes", lambda nodes: set())
+    monkeypatch.setattr(restart.client, "kill_steps", lambda job_id: pytest.fail("kill_steps"))
+    attempts.record(attempt, rank=0, host="a", kind=Kind.error, error="x", moment=1.0)
+    with helpers.start(["sleep", "0.3"]) as srun:
+        restart.watch(attempt, srun.pid, ENVIRON)
+        assert srun.wait(5) == 0
 
 
 def test_the_watcher_ends_a_step_whose_srun_waits_for_a_node_that_is_gone(

@@ -568,6 +568,25 @@ def test_a_resume_of_several_runs_says_if_none_can_be_resumed(
         run_commands.command(["resume", "11", "12"], root, {})
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_element_of_an_array_is_resumed_alone(root: Path, stubs: Stubs, begins: bool) -> None:
+    """The job may begin before its number is noted. Then it has written job.yaml itself."""
+    folder = root / "runs/mnist/13_1"
+    jobs.record(folder, b"#!/bin/bash\n", "13_1", "mnist", ["lr=1"], root=str(root))
+    begin = f'echo \'{{"job_id": "21_1", "by": "begin"}}\' > {folder}/job.yaml'
+    stubs.add("sbatch", f"{begin if begins else 'true'}; echo 21")
+    stubs.add("scontrol", "")
+    assert run_commands.resume(runs.read(folder, {}), ["lr=2"]) == "submitted as job 21_1"
+    assert "--array=1" in stubs.calls("sbatch")[0]
+    described = files.read_json(folder / "job.yaml")
+    assert described["job_id"] == "21_1"
+    assert described.get("arguments") == (None if begins else ["lr=2"])
+
+
+def test_a_cancel_of_several_runs_fails_if_one_cannot_be_read() -> None:
+    assert run_commands.cancel_all([Path("damaged")], []) == 3
+
+
 def test_a_run_whose_snapshot_was_removed_is_not_submitted(root: Path, stubs: Stubs) -> None:
     code = root / "runs/code/copy"
     folder = root / "runs/mnist/20"

@@ -41,6 +41,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_script_in_the_code_can_be_executed(root: Path) -> None:
+    """Such as the scontrol that programs find."""
+    (root / "recipes/tool").write_text("#!/bin/sh\n")
+    copy = snapshot.take(root)
+    can_be = [os.access(copy / name, os.X_OK) for name in ("recipes/tool", "launch.py")]
+    assert can_be == [True, False]
+
+
 CODE = {
     "recipes/toy.py",
     "recipes/core/x.py",
