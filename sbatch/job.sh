@@ -75,20 +75,24 @@ load() { # MODULE...
     done
 }
 
+# has_list PATH: whether it has an access control list. The bits of its group are then the most that the list allows.
+has_list() {
+    case $(ls -ld "$1") in ??????????+*) ;; *) false ;; esac
+}
+
 # require_own FOLDER REPOSITORY: stops if another user can change the code in it, as trust.who_else_can_change of recipes/core does
 require_own() {
     local at user mode group by owner shared repository place problem=''
     repository=$(readlink -f "$2")
     read -r owner mode shared < <(stat -c '%u 0%a %G' "$repository")
-    [ $((mode & 16)) != 0 ] || shared=root # else this group can change all of the code
+    if [ $((mode & 16)) = 0 ] || has_list "$repository"; then shared=root; fi # else this group can change all of the code
     place=$(readlink -f "$1")
     at=$place
     while
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)" | "$shared") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
-        # With an access control list, the bits of the group are the most that the list allows.
-        [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || case $(ls -ld "$at") in ??????????+*) by=18 ;; esac
+        [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || ! has_list "$at" || by=18
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || problem='' # nobody else can enter it, but perhaps exchange it
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || problem=${problem:-$at}

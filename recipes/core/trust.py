@@ -220,7 +220,8 @@ def _is_trusted(user: int, place: Path, is_above: bool = False) -> bool:
 def _is_trusted_group(group: int) -> bool:
     """Whether a group is root's, has this user's name, or can change all of this clone anyway."""
     clone = ROOT.stat()
-    if group == 0 or (group == clone.st_gid and clone.st_mode & 0o020):
+    is_shared = clone.st_mode & 0o020 and not _has_list(ROOT)  # a list may give the group less
+    if group == 0 or (group == clone.st_gid and is_shared):
         return True
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name

@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/trust.py",
-        "group == clone.st_gid and clone.st_mode & 0o020",
+        "group == clone.st_gid and is_shared",
         "group == clone.st_gid",
         "a group is trusted although it cannot change the clone",
         "tests/unit/other_users/test_groups.py",

@@ -186,6 +186,23 @@ def test_the_shell_of_a_job_reads_access_control_lists(
 
 
 @as_root
+def test_a_clone_with_an_access_control_list_makes_no_group_trusted(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The bits of its group are those of a user in the list."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    helpers.use_root(monkeypatch, clone)
+    for shared, mode in ((clone, 0o2775), (path, 0o664)):
+        os.chown(shared, -1, STRANGER)
+        shared.chmod(mode)
+    for is_accepted in (True, False):
+        assert (trust.who_else_can_change(path) == "") == is_accepted
+        assert shell_accepts(path, clone) == is_accepted
+        set_list(clone, 7, 7, 5, 5)
+
+
+@as_root
 @pytest.mark.parametrize("owner", [0, STRANGER])
 def test_the_shell_of_a_job_accepts_what_is_in_a_folder_that_nobody_else_can_enter(
     path: Path, owner: int
