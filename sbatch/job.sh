@@ -92,13 +92,13 @@ require_own() {
         read -r user mode group < <(stat -c '%u 0%a %G' "$at")
         by=2 # others; the user's own group and root's are trusted
         case $group in root | "$(id -un)" | "$shared") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
-        [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || ! has_list "$at" || by=18
+        ! has_list "$at" || by=18
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || problem='' # nobody else can enter it, but perhaps exchange it
         [ $((mode & by)) = 0 ] || [ $((mode & 512)) != 0 ] || problem=${problem:-$at}
         [ "$at" != / ] && [ "$at" != "$repository" ]
     do at=$(dirname "$at"); done
-    [ -z "$problem" ] || stop "$problem: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write" 3
+    [ -z "$problem" ] || stop "$problem: others can write to it: run chmod go-w on it, or export RECIPES_TRUST_GROUP=1 if only its group can write, without an access control list" 3
 }
 
 # begin RECIPE WORD...: sets up the environment and the snapshot of the code, and checks the keys.

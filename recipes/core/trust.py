@@ -112,15 +112,13 @@ def who_else_writes(status: os.stat_result, place: int | Path, gets_files: bool 
     """
     if status.st_mode & 0o002:
         return "every user can write to it (run chmod o-w on it)"
-    if os.environ.get("RECIPES_TRUST_GROUP") == "1":
-        return ""
     if gets_files and _has_list(place, "default"):
         return "its access control list decides who writes to new files (run setfacl -R -b on it)"
     if not status.st_mode & 0o020:
         return ""
     if _has_list(place):
         return "its access control list lets others write to it (remove it with setfacl -b)"
-    if not _is_trusted_group(status.st_gid):
+    if os.environ.get("RECIPES_TRUST_GROUP") != "1" and not _is_trusted_group(status.st_gid):
         return (
             "its group can write to it "
             "(run chmod g-w on it, or export RECIPES_TRUST_GROUP=1 if you trust the group)"

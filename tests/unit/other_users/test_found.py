@@ -177,9 +177,15 @@ def test_the_shell_of_a_job_refuses_the_same_folders(path: Path, change: str) ->
         (5, True),
     ],
 )
+@pytest.mark.parametrize("trusts_group", ["", "1"])
 def test_the_shell_of_a_job_reads_access_control_lists(
-    path: Path, permissions: int, is_accepted: bool
+    path: Path,
+    permissions: int,
+    is_accepted: bool,
+    trusts_group: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", trusts_group)
     set_list(path.parents[1], 7, permissions, 5, 5)
     assert shell_accepts(path.parent) == is_accepted
     assert (trust.who_else_can_change(path.parent) == "") == is_accepted

@@ -228,10 +228,8 @@ def test_a_run_directory_whose_new_files_get_an_access_control_list_is_refused(
     set_list(tmp_path, 7, 7, 5, 5, kind="default")
     tmp_path.chmod(0o755)
     trust.own_folder(tmp_path, "data_dir")
+    monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")  # of a group, not of the users in a list
     with pytest.raises(MachineError, match=r"its access control list .* \(run setfacl -R -b on it"):
-        trust.own_folder(tmp_path)
-    with monkeypatch.context() as trusting:
-        trusting.setenv("RECIPES_TRUST_GROUP", "1")
         trust.own_folder(tmp_path)
     os.removexattr(tmp_path, "system.posix_acl_default")  # as setfacl -b does
     trust.own_folder(tmp_path)
