@@ -82,16 +82,16 @@ has_list() {
 
 # require_own FOLDER REPOSITORY: stops if another user can change the code in it, as trust.who_else_can_change of recipes/core does
 require_own() {
-    local at user mode group by owner shared repository place problem=''
+    local at user mode group name by owner shared repository place problem=''
     repository=$(readlink -f "$2")
-    read -r owner mode shared < <(stat -c '%u 0%a %G' "$repository")
-    if [ $((mode & 16)) = 0 ] || has_list "$repository"; then shared=root; fi # else this group can change all of the code
+    read -r owner mode shared < <(stat -c '%u 0%a %g' "$repository")
+    if [ $((mode & 16)) = 0 ] || has_list "$repository"; then shared=0; fi # else this group can change all of the code
     place=$(readlink -f "$1")
     at=$place
     while
-        read -r user mode group < <(stat -c '%u 0%a %G' "$at")
+        read -r user mode group name < <(stat -c '%u 0%a %g %G' "$at")
         by=2 # others; the user's own group and root's are trusted
-        case $group in root | "$(id -un)" | "$shared") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
+        case $group:$name in 0:* | "$shared":* | *:"$(id -un)") ;; *) [ "${RECIPES_TRUST_GROUP:-}" = 1 ] || by=18 ;; esac
         ! has_list "$at" || by=18
         [ "$user" = "$(id -u)" ] || [ "$user" = 0 ] || [ "$user" = "$owner" ] || stop "$at belongs to another user: use a clone and files of your own" 3
         [ "$at" = "$place" ] || [ $((mode & 9)) != 0 ] || problem='' # nobody else can enter it, but perhaps exchange it

@@ -192,6 +192,22 @@ def test_the_shell_of_a_job_reads_access_control_lists(
 
 
 @as_root
+def test_a_group_without_a_name_is_not_taken_for_that_of_the_clone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    helpers.use_root(monkeypatch, clone)
+    os.chown(clone, -1, 77001)
+    clone.chmod(0o2775)
+    for group, is_accepted in ((77001, True), (77002, False)):
+        os.chown(path.parent, -1, group)
+        path.parent.chmod(0o775)
+        assert (trust.who_else_can_change(path) == "") == is_accepted
+        assert shell_accepts(path, clone) == is_accepted
+
+
+@as_root
 def test_a_clone_with_an_access_control_list_makes_no_group_trusted(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
