@@ -111,9 +111,11 @@ def json_line(content: object) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda name: None))
 
 
-def read_json(path: Path, opener: Callable[[str, int], int] = without_waiting) -> Json:
+def read_json(path: Path, opener: Callable[[str, int], int] = without_links) -> Json:
     """The JSON object in the file ``path``. {} if the file cannot be read, is larger than 64 MiB or
     contains something else.
+
+    opener: `without_waiting` for data and models, whose files may be links.
     """
     try:
         content = json.loads(read_bounded(path, 64 << 20, opener))

@@ -87,7 +87,8 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """The tokens that end a generated text; first the one to put behind a completion. Raises
     InputError if there is none.
     """
-    settings = files.read_json(hub.folder_of(model) / "generation_config.json")
+    path = hub.folder_of(model) / "generation_config.json"
+    settings = files.read_json(path, files.without_waiting)
     others = np.ravel(settings.get("eos_token_id") or []).tolist()
     tokens = dict.fromkeys([tokenizer.eos_token_id, *others])
     ends = [token for token in tokens if token is not None]

@@ -21,7 +21,7 @@ Images = tuple[bytes, bytes]  # labels, and as many images of 3072 bytes: red, g
 
 def made_from(folder: Path) -> str:
     """The source of the valid IDX files in ``folder``. Empty if a file is missing or damaged."""
-    index = files.read_json(folder / "index.json")
+    index = files.read_json(folder / "index.json", files.without_waiting)
     try:
         return str(index.get("source")) if index.get("sha256") == _sha256_of(folder) else ""
     except OSError:

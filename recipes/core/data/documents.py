@@ -149,7 +149,7 @@ def preparing(folder: Path) -> Iterator[Record]:
         trust.own_folder(folder, "data_dir")
         with files.locked(folder / "preparing.lock"):
             files.remove_temporary(folder)
-            yield files.read_json(folder / "index.json")
+            yield files.read_json(folder / "index.json", files.without_waiting)
 
 
 def write_all(
@@ -229,7 +229,7 @@ def opened(
     folder = datasets.find_files(dataset, data_dir)[0].parent
     again = f"run {dataset.prepare(datasets.folder_of(data_dir))} again"
     path = folder / "index.json"
-    index = files.read_json(path)
+    index = files.read_json(path, files.without_waiting)
     dtype = index.get("dtype", "<u4")
     try:
         if not version.items() <= index.items() or dtype not in ("<u2", "<u4"):

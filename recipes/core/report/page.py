@@ -328,7 +328,7 @@ def _attempts(shown: Shown) -> list[str]:
 
 def _findings(folder: Path) -> str:
     """What the doctor has found, with the hosts."""
-    verdict = files.read_json(folder / directory.DOCTOR / "doctor.json", files.without_links)
+    verdict = files.read_json(folder / directory.DOCTOR / "doctor.json")
     hosts = dict(enumerate(verdict.get("hosts") or ()))
     lines = []
     for finding in verdict.get("entries") or ():

@@ -70,7 +70,7 @@ class Attempt:
 
     def read(self, name: str) -> files.Json:
         """The JSON object in a file in the folder of this attempt; {} if it cannot be read."""
-        return files.read_json(self.folder / name, files.without_links)
+        return files.read_json(self.folder / name)
 
     def only_own(self, content: files.Json) -> files.Json:
         """A status or a row if this attempt has written it, else {}."""
@@ -105,7 +105,7 @@ def facts(run_dir: Path) -> files.Json:
     if attempt:
         return attempt.facts()
     # written before each attempt had a folder
-    return files.read_json(run_dir / "attempt.json", files.without_links)
+    return files.read_json(run_dir / "attempt.json")
 
 
 def start_time(pid: int) -> str:

@@ -62,7 +62,7 @@ def read_status(run_dir: Path) -> files.Json:
     """The content of ``status.json``; {} before the run has begun, and for a file that
     `write_status` has not written.
     """
-    status = files.read_json(run_dir / "status.json", files.without_links)
+    status = files.read_json(run_dir / "status.json")
     is_valid = all(isinstance(status.get(name), int | float) for name in ("step", "updated"))
     return status if is_valid else {}
 

@@ -216,10 +216,10 @@ def read(folder: Path) -> Record:
                 if path.is_symlink():
                     raise InputError(f"{path}: is a link in the run of another user")
     status = directory.read_status(folder)
-    job = files.read_json(folder / "job.yaml", files.without_links)
+    job = files.read_json(folder / "job.yaml")
     # a summary of an earlier attempt stays until the run is done again
     is_done = status.get("state") == "done"
-    summary = files.read_json(folder / "summary.json", files.without_links) if is_done else {}
+    summary = files.read_json(folder / "summary.json") if is_done else {}
     return Record(folder, status, job, summary, attempts.every(folder), time.time())
 
 

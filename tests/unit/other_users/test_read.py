@@ -315,19 +315,31 @@ def test_the_run_of_another_user_leads_to_no_private_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["status.json", "summary.json", "job.yaml", "attempts/0000/opened.json"]
+    "name",
+    [
+        "status.json",
+        "summary.json",
+        "job.yaml",
+        "attempts/0000/opened.json",
+        "attempts/0000/failed/rank0000.json",
+        "attempts/0000/ranks/rank0000.json",
+    ],
 )
 def test_a_file_of_a_run_is_not_read_through_a_link(tmp_path: Path, name: str) -> None:
     """Its owner could replace it by a link at any time."""
     run_dir = tmp_path / "run"
-    attempts.open_next(run_dir, "toy", {})
+    attempt = attempts.open_next(run_dir, "toy", {})
+    attempts.note_rank(attempt, 0, 0, "node1", None)
+    attempts.record(attempt, rank=0, host="node1", kind=errors.Kind.error, error="PRIVATE")
     directory.write_status(run_dir, "done", attempt=0, step=1)
     for part in ("summary.json", "job.yaml"):
         files.write_json(run_dir / part, {"steps": 1})
 
-    def contents() -> list[files.Json]:
+    def contents() -> list[object]:
         run = record.read(run_dir)
-        return [run.status, run.summary, run.job, run.attempts[0].read("opened.json")]
+        opened = attempt.read("opened.json")
+        lists = [attempts.records(attempt), attempts.program_ranks(attempt)]
+        return [run.status, run.summary, run.job, opened, *lists]
 
     assert all(contents())
     (run_dir / name).rename(tmp_path / "private")
