@@ -2,6 +2,7 @@
 additions, and opened from a checkpoint.
 """
 
+import contextlib
 import functools
 import inspect
 import re
@@ -229,7 +230,9 @@ class LowRank(nn.Module):
 
 @functools.cache
 def _source(kind: type) -> str:
-    return inspect.getsource(kind)
+    with contextlib.suppress(OSError, TypeError):  # it is compiled
+        return inspect.getsource(kind)
+    return ""
 
 
 def add_low_rank(net: Any, modules: str, rank: int, scale: float) -> None:
