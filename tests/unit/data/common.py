@@ -34,10 +34,10 @@ def put(path: Path, content: bytes = b"x") -> None:
 @pytest.fixture(params=["torchcodec", "torchvision", "opencv"])
 def decoder(request: pytest.FixtureRequest) -> str:
     if request.param == "torchcodec":
-        pytest.importorskip("torchcodec", reason="decoder=torchcodec: pip install torchcodec")
         cuda = torch.version.cuda
-        if cuda and int(cuda.partition(".")[0]) < 13:
+        if cuda and int(cuda.partition(".")[0]) < 13:  # its import would raise OSError
             pytest.skip(f"torchcodec 0.16 requires CUDA 13, and torch has CUDA {cuda}")
+        pytest.importorskip("torchcodec", reason="decoder=torchcodec: pip install torchcodec")
     if request.param == "opencv":
         pytest.importorskip("cv2", reason="decoder=opencv: pip install opencv-python-headless")
         pytest.importorskip("simplejpeg", reason="decoder=opencv: pip install simplejpeg")
