@@ -361,6 +361,8 @@ def test_gpus_that_cuda_shows(listed: str, count: int) -> None:
     assert gpus.listed_gpus(listed) == count
     environ = {"ROCR_VISIBLE_DEVICES": "0,1,2", gpus.VISIBLE[0]: listed}
     assert gpus.named_gpus(environ) == (gpus.VISIBLE[0], count)
+    fewer = {"CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0"}
+    assert gpus.named_gpus(fewer) == ("ROCR_VISIBLE_DEVICES", 1)
 
 
 def test_gpus_are_found_by_their_drivers(tmp_path: Path) -> None:

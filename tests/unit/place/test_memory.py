@@ -50,6 +50,13 @@ def test_the_lowest_limit_and_the_largest_rank_are_described(
     assert peak == "peak memory: rank 4 1500.0 MB, rank 5 400.0 MB"
 
 
+def test_a_node_without_limits_has_only_its_own_memory(tmp_path: Path) -> None:
+    """cgroup v1 then shows a number."""
+    content = {name: "9223372036854771712" if "limit" in name else V1[name] for name in V1}
+    line = memory.Memory(memory.own_cgroup(make(tmp_path, content)), 1).describe(rank=5)
+    assert line.startswith("was killed since the memory of its node was used up; peak memory: rank")
+
+
 def test_tasks_may_be_numbered_over_all_nodes(tmp_path: Path) -> None:
     """As Slurm 26.05 does."""
     content = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core import files
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, positions
@@ -56,3 +57,19 @@ def test_each_wrapper_records_its_stop_once_and_the_first_one_writes_status_and_
         report.write_text(text)
         view._look()
         assert view.hangs == bool(text)
+
+
+def test_a_program_ends_after_its_job_script_or_when_a_later_attempt_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "_run", lambda self: None)
+    attempt = helpers.attempt(tmp_path, launch="7.0")
+    view = Watch(attempt, 1)
+    view._look()
+    assert view.fenced == ""
+    files.write_json(attempt.folder / "ended.json", {})
+    view._look()
+    assert view.fenced == "the job script has ended this attempt"
+    helpers.attempt(tmp_path, launch="8.0")
+    view._look()
+    assert "a later attempt (8.0) writes to this run directory" in view.fenced
