@@ -69,8 +69,6 @@ class Gradients:
         self._meta = state.meta
         if cfg.dtype is Dtype.float16:
             self._meta.setdefault("loss_scale", [FIRST_SCALE, 0])
-        else:
-            self._meta.pop("loss_scale", None)
         if self._most or "loss_scale" in self._meta:
             state.optimizer.register_step_pre_hook(self._prepare)
 

@@ -147,7 +147,7 @@ def load(checkpoints: Checkpoints, path: Path) -> None:
     # postponed evaluation.
     if path.parent == checkpoints.folder:
         state.meta |= {name: meta.get(name) for name in ("best", "unevaluated")}
-    if not evaluate and "loss_scale" in meta:
+    if "loss_scale" in meta:
         state.meta["loss_scale"] = meta["loss_scale"]
     checkpoints.resumed_from = path
     checkpoints.resumed_from_step = state.step
