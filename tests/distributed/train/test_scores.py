@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.core.train import scores
@@ -22,6 +22,20 @@ def sklearn() -> ModuleType:
     from sklearn import metrics
 
     return metrics
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_evaluation_leaves_the_mode_of_the_network_as_it_was(is_training: bool) -> None:
+    """A recipe may train a network in eval mode, without dropout; and the averaged weights too."""
+    net, average = (nn.Sequential(nn.Dropout()).train(is_training) for _ in range(2))
+    pulse = SimpleNamespace(beat=lambda phase: None)
+    world = SimpleNamespace(pulse=pulse, broadcast_buffers=lambda net: None)
+    for ema, evaluated in ((None, net), (SimpleNamespace(module=average), average)):
+        run: Any = SimpleNamespace(world=world, state=SimpleNamespace(model=net, ema=ema))
+        with scores.evaluation(run) as given:
+            assert given is evaluated
+            assert not given[0].training  # type: ignore[index]
+        assert [part.training for part in evaluated.modules()] == [is_training] * 2
 
 
 def of_classes(
