@@ -38,8 +38,10 @@ from recipes.core.place.ranks import RankInfo
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, entry, signals, source, watchdog
 from recipes.core.train import (
+    agreement,
     checkpoint,
     failure,
+    gradients,
     loop,
     metrics,
     optimisation,
@@ -51,6 +53,7 @@ from recipes.core.train import (
     session,
     torch_errors,
 )
+from recipes.core.train import run as runs
 from recipes.core.train import world as worlds
 from recipes.core.train.agreement import Agreement
 from recipes.core.train.checkpoint import State
@@ -240,6 +243,37 @@ def test_a_gradient_is_clipped_in_the_loop_and_float16_scales_it_back(tmp_path: 
     scaled = weights("scaled", clip_grad_norm=0.01, dtype=Dtype.float16)
     assert scaled == pytest.approx(clipped, rel=1e-6)
     assert weights("free") != pytest.approx(clipped, rel=1e-3)
+
+
+def test_a_resume_continues_the_loss_scale_of_float16(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    for steps in (2, 4):
+        _, run = trained.run(resumes=True, epochs=steps // 2, dtype=Dtype.float16)
+        assert run.state.meta["loss_scale"] == [gradients.FIRST_SCALE, steps]
+
+
+def test_a_long_loop_asks_the_store_for_a_stop_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And at once after a signal to this rank, which it tells the others."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    told: dict[str, str] = {}
+    asked: list[float] = []
+
+    def check(names: list[str]) -> bool:
+        asked.append(clock.now)
+        return names[0] in told
+
+    store = SimpleNamespace(check=check, compare_set=lambda name, _, why: told.update({name: why}))
+    stop = signals.StopFlag()
+    run: Any = SimpleNamespace(stop=stop, world=SimpleNamespace(store=store), _store_asked_at=0.0)
+    for clock.now in (100.0, 100.9, 101.5):
+        assert not Run.stop_is_near(run)
+    assert asked == [100.0, 101.5]
+    stop.note("SIGTERM")
+    assert Run.stop_is_near(run)
+    assert told == {agreement.STOP: "SIGTERM"}
 
 
 @pytest.mark.parametrize(
