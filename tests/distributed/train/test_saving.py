@@ -224,6 +224,17 @@ def test_the_newest_best_and_interval_checkpoints_are_kept(tmp_path: Path) -> No
     assert checkpoint.named(tmp_path, "latest") == "step-00000025.pt"
 
 
+def test_rows_without_a_checkpoint_are_removed_unless_it_is_being_written(tmp_path: Path) -> None:
+    """Another rank may have written its rows of the next checkpoint already."""
+    later = ["step-00000003.0b-1of2.rows", "step-00000003.notes.rows"]
+    for name in ("step-00000001.0a-1of2.rows", *later):
+        (tmp_path / name).touch()
+    saver = make_saver(tmp_path)
+    saver.save(content(step=2))
+    saver.wait()
+    assert names(tmp_path) == ["latest", "step-00000002.pt", *later]
+
+
 def test_candidates_are_checkpoints_newest_first(tmp_path: Path) -> None:
     names = ["step-00000009.pt", "step-00000010.pt", "step-123456789.pt"]
     for name in [*names, ".step-00000011.pt.77", "step-00000012.pt.bak", "step-3.pt", "other.pt"]:
