@@ -1109,3 +1109,13 @@ def test_of_several_losses_the_one_that_is_not_finite_has_its_step() -> None:
     ends.agreed_at = 8
     with pytest.raises(RunError, match="the loss at step 6 is nan"):
         ends._read()
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0.2, 1), (3.9, 3), (250.0, 8)])
+def test_one_sum_over_the_ranks_serves_at_most_eight_steps(every: float, expected: int) -> None:
+    """every: what rank 0 has computed from the time of a step. The run stops that much later."""
+    ends: Any = object.__new__(loop._StepEnds)
+    ends.sums = SimpleNamespace(read=lambda: ([1.0], "", False, every))
+    ends.agreed_at = 8
+    ends._read()
+    assert ends.every == expected
