@@ -29,11 +29,12 @@ def test_each_benchmark_measures_both_sides(
         pytest.importorskip("trl")
     # seconds of work that this test does not need
     monkeypatch.setattr(bench_login, "IMPORT_TORCH", ("-c", "pass"))
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     out = tmp_path / "new" / "folder"
     status = benchmarks.main([str(out), f"only={name}"], TINY)
     assert status in (0, 1)  # met or missed, by figures that mean nothing
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
     content = json.loads((out / "benchmarks.json").read_text())
     assert {"cores", "python", "torch"} <= content["machine"].keys()
     assert content["figures"]
