@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import io
 import json
 import re
@@ -27,7 +27,11 @@ from recipes.core.errors import InputError
 from tests.unit.data import models
 from tests.unit.data.models import CHATML, INST, TAGGED, put_rows
 
-pytest.importorskip("transformers", reason="transformers is optional: pip install '.[llm]'")
+# It is not imported here: every worker imports this file.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is optional: pip install '.[llm]'",
+)
 
 Prepare = Callable[..., tuple[int, str]]
 
