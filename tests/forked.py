@@ -125,18 +125,26 @@ def _server() -> socket.socket:
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of all workers
     digest = hashlib.sha256(f"{session} {ROOT}".encode()).hexdigest()
     address = f"\0recipes-tests-{digest}"  # no file: it ends with its last process
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
-        listener.bind(address)
-        listener.listen()
-        descriptor = listener.fileno()
-        # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and
-        # `recipes` are found.
-        command = [sys.executable, "-m", "tests.forked", str(descriptor)]
-        subprocess.Popen(command, cwd=ROOT, pass_fds=[descriptor])
     connection = socket.socket(socket.AF_UNIX)
-    while connection.connect_ex(address):  # another worker has taken it, and does not listen yet
+    while True:
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(address)
+            except OSError:
+                pass  # another worker has taken it, and may not listen yet
+            else:
+                listener.listen()
+                start_server(listener.fileno())
+        if connection.connect_ex(address) == 0:
+            return connection
         time.sleep(POLL_S)
-    return connection
+
+
+def start_server(listener: int) -> None:
+    # No -P, which requires Python 3.11: the working folder is the repository, where `tests` and
+    # `recipes` are found.
+    command = [sys.executable, "-m", "tests.forked", str(listener)]
+    subprocess.Popen(command, cwd=ROOT, pass_fds=[listener])
 
 
 # The rest runs in the process that is forked, and in its forks.
