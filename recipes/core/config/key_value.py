@@ -78,9 +78,7 @@ def _from_file(file: Path, label: str) -> Words:
     if not own_only:
         return words
     try:
-        with trust.open_own(Path(os.path.realpath(file))) as own:
-            # the file that was checked, also if another one takes its name meanwhile
-            return read_yaml(Path(f"/proc/self/fd/{own.fileno()}"), label)
+        return read_own(Path(os.path.realpath(file)), label)
     except (OSError, MachineError) as error:
         name = own_only[0]
         raise ConfigError(
@@ -92,6 +90,13 @@ def _from_file(file: Path, label: str) -> Words:
 def _keys(words: Words) -> set[str]:
     """The keys that ``words`` set, also as a sweep."""
     return {name.removeprefix("sweep.") for name in words}
+
+
+def read_own(file: Path, label: str) -> Words:
+    """As `read_yaml`, of a file as for `trust.open_own`. Raises also OSError and MachineError."""
+    with trust.open_own(file) as own:
+        # the file that was checked, also if another one takes its name meanwhile
+        return read_yaml(Path(f"/proc/self/fd/{own.fileno()}"), label)
 
 
 def read_yaml(file: Path, label: str) -> Words:

@@ -12,7 +12,7 @@ from typing import Any
 from recipes.core.config import declare, envfile, key_value, recipe_conf
 from recipes.core.config.parser import Settings
 from recipes.core.config.run_keys import RESUME_WORDS, RecipeKeys, RunKeys, TrainKeys
-from recipes.core.errors import ConfigError, shown
+from recipes.core.errors import ConfigError, MachineError, shown
 from recipes.core.run import attempt, directory
 
 LENGTH = ("epochs", "max_steps")  # the keys that set how long a run trains
@@ -53,7 +53,12 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> key_value.Words:
     ConfigError.
     """
     path = run_dir / "config.yaml"
-    words = key_value.read_yaml(path, shown(path, 4096))
+    left_out = declare.declared("not_inherited", RunKeys, recipe_class)
+    try:
+        words = key_value.read_own(Path(os.path.realpath(run_dir)) / path.name, shown(path, 4096))
+    except (OSError, MachineError):
+        words = key_value.read_yaml(path, shown(path, 4096))
+        left_out |= key_value.ONLY_IN_OWN_FILE
     known = declare.names_of(RunKeys, recipe_class)
     if "num_workers" not in known:
         words.pop("num_workers", None)  # earlier versions wrote it for recipes that do not read it
@@ -63,13 +68,10 @@ def keys_of(run_dir: Path, recipe: str, recipe_class: type) -> key_value.Words:
             f"{shown(path, 4096)}: has {shown(unknown)}=, which recipe {recipe} does not have: "
             "use the code that the run was trained with, or start another run"
         )
-    left_out = declare.declared("not_inherited", RunKeys, recipe_class)
     # If the run's path is empty, the site's default applies.
     left_out |= {name for name in declare.declared("path", recipe_class) if not words.get(name)}
     if envfile.is_path(str(words.get("network"))):  # the file may belong to another user
         left_out.add("network")
-    if run_dir.stat().st_uid != os.geteuid():
-        left_out |= key_value.ONLY_IN_OWN_FILE
     return {name: value for name, value in words.items() if name not in left_out}
 
 

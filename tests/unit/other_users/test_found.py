@@ -357,8 +357,12 @@ def test_the_env_file_of_a_run_is_not_inherited(tmp_path: Path) -> None:
 def test_only_the_experiment_of_another_users_run_is_inherited(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("umask: '027'\nkeep_checkpoints: 1\nlr: 0.3\n")
     every = {"umask": "027", "keep_checkpoints": "1", "lr": "0.3"}
-    assert resumed.keys_of(tmp_path, "toy", TrainKeys) == every
-    os.chown(tmp_path, STRANGER, STRANGER)
+    for place in ("", "config.yaml"):
+        assert resumed.keys_of(tmp_path, "toy", TrainKeys) == every
+        os.chown(tmp_path / place, STRANGER, STRANGER)
+        assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {"lr": "0.3"}
+        os.chown(tmp_path / place, 0, 0)
+    tmp_path.chmod(0o777)  # others may have exchanged the file
     assert resumed.keys_of(tmp_path, "toy", TrainKeys) == {"lr": "0.3"}
 
 
