@@ -48,7 +48,7 @@ from recipes.core.errors import (
     one_line,
     shown,
 )
-from recipes.core.run import command_line
+from recipes.core.run import command_line, entry
 
 FREE_LICENCES = ("apache-2.0", "mit")  # of timm's weights
 TIMEOUT_S = 30.0  # to connect, and for each read
@@ -158,6 +158,7 @@ def _main(arguments: list[str], told: dict[str, Any]) -> int:
         data_dir = Path("FOLDER")  # in the line below, after weights, which have no folder
         if name != "weights":
             data_dir = datasets.folder_of(chosen.data_dir).absolute()
+        entry.set_compile_cache()  # libraries of models read it when they are imported
         recipe = work(chosen, data_dir)
         _say(f"next: python launch.py recipe={recipe} data_dir={shlex.quote(str(data_dir))}")
         return EXIT_DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import prepare
 from recipes.core import errors, files, trust
 from recipes.core.config import envfile, profiles
 from recipes.core.config.run_keys import TrainKeys
@@ -597,9 +599,11 @@ def test_keys_of_another_user_choose_no_run_and_no_readers(tmp_path: Path, key: 
     assert len(command_line.parse(words).sweep) == 2
 
 
-@pytest.mark.parametrize("load", [trained.load, causal.load])
+@pytest.mark.parametrize(
+    "load", [trained.load, causal.load, lambda folder: prepare.main(["text", f"data_dir={folder}"])]
+)
 @pytest.mark.parametrize("default", ["torchinductor_me", "another_tmpdir/torchinductor_me"])
-def test_a_loaded_model_has_a_private_compile_cache(
+def test_a_command_with_a_model_has_a_private_compile_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: str, load: Callable[[Path], object]
 ) -> None:
     """torch's exporter reads files in this folder. Its default is a name that others can create,
@@ -607,7 +611,7 @@ def test_a_loaded_model_has_a_private_compile_cache(
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/{default}")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(InputError, match="has no checkpoint"):
+    with contextlib.suppress(InputError):  # there is no checkpoint
         load(tmp_path)
     place = f"{tmp_path}/recipes-{os.getuid()}/{sys.implementation.cache_tag}-"
     assert re.fullmatch(rf"{place}[0-9a-f]{{8}}", os.environ["TORCHINDUCTOR_CACHE_DIR"])
