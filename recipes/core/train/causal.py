@@ -60,6 +60,9 @@ def open_model(model: str, allow_code: str) -> Any:
             why = f"cannot be loaded ({one_line(error, 120)})"
             fix = "fetch it again, or give another one"
             raise InputError(f"model={model}: {why}: {fix}") from None
+    for tensor in (*net.parameters(), *net.buffers()):
+        # float32 weights are mapped, so that the owner of their file could change them
+        tensor.data = tensor.data.clone()
     if report["missing_keys"]:
         lacking = f"its files lack {min(report['missing_keys'])}"
         raise InputError(f"model={model}: {lacking}: give a causal language model")

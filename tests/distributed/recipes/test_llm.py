@@ -426,6 +426,18 @@ def test_models_that_are_not_usable_are_refused_with_the_fix(models: Path, tmp_p
         hub.find("org/name")
 
 
+def test_weights_do_not_change_with_their_file(models: Path, tmp_path: Path) -> None:
+    """The file may be another user's."""
+    folder = tmp_path / "model"
+    shutil.copytree(models / "llama", folder)
+    weights = causal.open_model(str(folder), "").state_dict()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(tensor.equal(before[name]) for name, tensor in weights.items())
+
+
 def test_a_temperature_without_sampling_can_be_written(models: Path, tmp_path: Path) -> None:
     """As in the generation config of older models, which transformers reads but does not write."""
     folder = tmp_path / "model"
