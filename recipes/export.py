@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     place = Path(run) if is_run else Path(".")
     if not keys.out:
         # before it is read: its owner could exchange it meanwhile
-        trust.own_folder(place, "out", is_listed=is_run)
+        trust.own_folder(trust.resolved(place), "out", is_listed=is_run)
     model = trained.load(run)
     out = Path(keys.out).expanduser() if keys.out else place / f"model.{kind}"
     folder = trust.resolved(out.parent)
@@ -91,7 +91,8 @@ def to_folder(run: str, keys: FolderKeys) -> int:
     if not place.is_dir():
         place = trained.checkpoint_of(place).absolute().parents[1]
     if not keys.out:
-        trust.own_folder(place, "out")  # before it is read: its owner could exchange it meanwhile
+        # before it is read: its owner could exchange it meanwhile
+        trust.own_folder(trust.resolved(place), "out")
     model = causal.load(run, allow_code=keys.allow_code)
     out = Path(keys.out).expanduser() if keys.out else place / "hf"
     if out.exists():
@@ -119,7 +120,7 @@ def to_tracker(argv: list[str]) -> int:
     export = partial(trackers.export, to=to, project=keys.get("project", ""))
     for path in table.find([Path(word) for word in argv if word not in words]):
         with files.writing_to(path, "run_dir"):
-            trust.own_folder(path)
+            trust.own_folder(trust.resolved(path))
             with files.locked(path / trackers.LOCK):
                 line = table.read_one(path, export)
         print(printable(line), flush=True)

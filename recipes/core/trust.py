@@ -286,15 +286,21 @@ def problem_outside(path: Path) -> str:
 def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> None:
     """Creates ``folder`` and its missing parents with the mode that the umask allows, or checks
     that an existing ``folder`` belongs to this user, and so does each file, folder and link in it.
+    Each folder in a run directory or a data folder is checked before files are written into it.
 
     key: names it in messages. is_listed: whether its content is checked; False for logs/, which
     each rank opens, and for a folder that is no run directory.
 
     Raises OSError. Raises MachineError if the folder, a link in its path or its content belongs to
     another user, or if another user can write to a run directory or its new files. A group may
-    write to a data folder, and have files there.
+    write to a data folder, and have files there. Raises MachineError if ``folder`` itself is a
+    link: a copy of what another user has made has links of this user. A typed path is resolved
+    first.
     """
-    resolved(folder)
+    real = resolved(folder)
+    if folder.is_symlink():
+        fix = f"remove this link, or give another {key}="
+        raise MachineError(f"{key}: {folder} is a link to {real}; {fix}")
     missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     for place in reversed(missing):
         # Mode 700 limits an inherited list until it is removed.
@@ -302,7 +308,7 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
         place.mkdir(0o700 if inherits else 0o777, exist_ok=True)
         _remove_lists(place)
     folder.mkdir(exist_ok=True)  # raises FileExistsError if there is something else
-    if not (is_own(folder, follow_symlinks=False) and is_own(folder)):
+    if not is_own(folder, follow_symlinks=False):
         raise MachineError(f"{key}: {folder} belongs to another user; give another {key}=")
     status = folder.stat()
     problem = who_else_writes(status, folder, gets_files=True)

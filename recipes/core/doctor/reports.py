@@ -13,6 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from recipes.core import trust
 from recipes.core.files import read_json, write_json
 
 POLL_S = 0.3
@@ -42,7 +43,7 @@ class Reports:
 
     def write(self, report: Report, stage: Stage) -> None:
         """Writes the report of this node. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        trust.own_folder(self.folder, is_listed=False)  # it has a file of each node
         write_json(self.folder / self._file, {**report, "stage": stage})
 
     def collect(self, nodes: Iterable[int], stage: Stage, end: float) -> dict[int, Report]:

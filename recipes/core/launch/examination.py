@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.errors import EXIT_DONE, EXIT_MACHINE, MachineError, Next
 from recipes.core.files import ROOT
 from recipes.core.launch import bad_nodes, jobs
@@ -63,6 +63,7 @@ def examine_nodes(
     """The doctor's verdict on some nodes of the job, without bandwidths, to save time, or on all
     nodes with (); {} if it gave none. folder: for its reports.
     """
+    trust.own_folder(folder)
     # an older verdict is not valid for these nodes
     (folder / "doctor.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "reports", ignore_errors=True)

@@ -341,7 +341,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
             again = f"with the command that started it, and {shlex.quote(run_dir)}"
         problem = "was not submitted to Slurm: start it again"
         raise InputError(f"{_short(run.folder)}: {problem} {again}")
-    trust.own_folder(folder)
+    trust.own_folder(trust.resolved(folder))
     arguments = [str(word) for word in described.get("arguments") or ()]
     arguments += [f"run_dir={run.folder}", *words]  # of equal keys, the last one counts
     environ = {**os.environ, **_variables(described)}

@@ -226,7 +226,7 @@ def begin(
     """
     check_owner(attempt)
     if not of_program:
-        attempt.staging.mkdir(parents=True, exist_ok=True)
+        trust.own_folder(attempt.staging)
     try:
         with open(attempt.folder / "begun.json", "x") as file:
             begun = {"step": step, "own": own, "of_program": of_program}
@@ -239,7 +239,7 @@ def begin(
             "wait until it ends"
         ) from None
     for earlier in every(attempt.run_dir):
-        if earlier.number < attempt.number:
+        if earlier.number < attempt.number and not of_program:
             _remove(earlier.staging)
     metrics = attempt.run_dir / "metrics.jsonl"
     if os.path.lexists(metrics):

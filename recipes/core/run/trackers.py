@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipes.core import errors, files
+from recipes.core import errors, files, trust
 from recipes.core.errors import InputError
 from recipes.core.run import record, rows
 from recipes.core.run.record import State
@@ -119,12 +119,13 @@ def _tensorboard(new: New) -> tuple[str, str]:
     if new.summary:
         about = text.text_pb("summary", json.dumps(new.summary))
         events.append((new.summary.get("steps", 0), about))
-    folder = str(new.folder / "tensorboard")
-    writer = writers.EventFileWriter(folder)
+    folder = new.folder / "tensorboard"
+    trust.own_folder(folder)
+    writer = writers.EventFileWriter(str(folder))
     for step, summary in events:
         writer.add_event(event.Event(wall_time=time.time(), step=step, summary=summary))
     writer.close()
-    return new.id, folder
+    return new.id, str(folder)
 
 
 def _wandb(new: New) -> tuple[str, str]:

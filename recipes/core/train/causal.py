@@ -5,7 +5,9 @@ additions, and opened from a checkpoint.
 import contextlib
 import functools
 import inspect
+import os
 import re
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -387,11 +389,19 @@ def write(model: Causal, folder: Path, adapter: bool) -> None:
 def keep(run_dir: Path, net: Any, tokenizer: Any, with_code_of: str = "") -> None:
     """Writes what `load` needs besides a checkpoint. with_code_of: the model whose own Python files
     are part of it; "" for none.
+
+    It replaces the whole folder, which may have links: in a copy of a run of another user, they
+    lead to files that this user can write to.
     """
-    folder = run_dir / FOLDER
-    for part in (net.config, net.generation_config, tokenizer):
-        part.save_pretrained(folder)
-    if with_code_of:
-        for name, source in hub.python_files(hub.folder_of(with_code_of)).items():
-            (folder / name).parent.mkdir(exist_ok=True, parents=True)
-            files.write_bytes(folder / name, source.read_bytes())
+    with tempfile.TemporaryDirectory(dir=run_dir, ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch, FOLDER)
+        folder.mkdir()
+        for part in (net.config, net.generation_config, tokenizer):
+            part.save_pretrained(folder)
+        if with_code_of:
+            for name, source in hub.python_files(hub.folder_of(with_code_of)).items():
+                (folder / name).parent.mkdir(exist_ok=True, parents=True)
+                files.write_bytes(folder / name, source.read_bytes())
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(run_dir / FOLDER, Path(scratch, "old"))
+        os.rename(folder, run_dir / FOLDER)

@@ -1,7 +1,9 @@
 """profile=N: a trace of N steps of rank 0, and its summary on one page."""
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from torch.profiler import profile, schedule
 
@@ -32,7 +34,10 @@ def profiling(run: Run, steps: int) -> Iterator[Callable[[], None]]:
     def write(trace: profile) -> None:
         with files.writing_to(run.dir, "run_dir"):
             trust.own_folder(folder)
-            trace.export_chrome_trace(str(folder / "trace.json.gz"))
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                new = Path(scratch, "trace.json.gz")
+                trace.export_chrome_trace(str(new))
+                new.replace(folder / new.name)  # which may be a link
             order = "self_device_time_total" if gpu else "self_cpu_time_total"
             operations = trace.key_averages()
             summary = operations.table(order, row_limit=ROWS, max_name_column_width=60)

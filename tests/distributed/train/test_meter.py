@@ -144,6 +144,9 @@ TOY = [sys.executable, "-m", "recipes.toy", "device=cpu", "max_steps=12", "log_e
 
 
 def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "profile/trace.json.gz").symlink_to(tmp_path / "mine")  # in a copied run
     helpers.run_fork([*TOY, "profile=3", f"run_dir={tmp_path}"]).expect(0)
     last = helpers.rows(tmp_path)[-1]
     summary = helpers.read(tmp_path, "summary")
@@ -157,6 +160,7 @@ def test_rows_have_the_parts_of_a_step_and_a_profile_is_written(tmp_path: Path) 
     trace = json.loads(gzip.decompress((tmp_path / "profile/trace.json.gz").read_bytes()))
     assert any(event.get("name") == "aten::addmm" for event in trace["traceEvents"])
     assert "aten::addmm" in (tmp_path / "profile/summary.txt").read_text()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_the_time_of_each_rank_and_the_first_thing_to_change(tmp_path: Path) -> None:

@@ -13,20 +13,25 @@ from typing import Any
 
 import pytest
 
-from recipes import export, predict, prepare, report
+from recipes import export, predict, prepare, report, script
 from recipes.core import errors, files, trust
 from recipes.core.data import pillow, text
+from recipes.core.doctor.reports import Reports, Stage
 from recipes.core.errors import InputError, MachineError
-from recipes.core.launch import jobs, run_commands
+from recipes.core.launch import examination, jobs, run_commands
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
     command_line,
     directory,
     logs,
+    trackers,
 )
-from recipes.core.train import resume, session, trained
+from recipes.core.train import causal, resume, session, trained
 from tests import helpers
 from tests.unit.other_users.common import FAILED, STRANGER, as_root, set_list, umask
+
+ANY: Any = None
+NEW = trackers.New(Path(), "", "", "7", True, {}, [], {})
 
 
 @as_root
@@ -98,6 +103,65 @@ def test_what_opens_a_run_directory_refuses_a_planted_file(
     os.chown(planted, STRANGER, STRANGER)
     with pytest.raises(MachineError, match=r"config\.yaml belongs to another user; remove it"):
         opens(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("attempts", lambda run_dir: attempts.open_next(run_dir, "toy", {})),
+        ("checkpoints/.0", lambda run_dir: attempts.begin(attempts.Attempt(run_dir, 0), 0, False)),
+        ("evaluation", lambda run_dir: attempts.open_next(run_dir / "evaluation", "toy", {})),
+        ("logs", lambda run_dir: script._copied_to(run_dir / "logs/rank0.log")),
+        ("doctor", lambda run_dir: examination.examine_nodes(ANY, run_dir / "doctor", (), {})),
+        (
+            "doctor/reports",
+            lambda run_dir: Reports(run_dir / "doctor/reports", 0).write({}, Stage.final),
+        ),
+        ("tensorboard", lambda run_dir: trackers._tensorboard(replace(NEW, folder=run_dir))),
+    ],
+)
+def test_nothing_is_written_through_a_link_in_a_copied_run(
+    tmp_path: Path, name: str, write: Callable[[Path], object]
+) -> None:
+    """`cp -r` of a colleague's run makes the links in it this user's own."""
+    (tmp_path / "mine/reports").mkdir(parents=True)
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine")
+    problem = f"run_dir: {link} is a link to {tmp_path}/mine; remove this link, or give another"
+    with pytest.raises(MachineError, match=problem):
+        write(tmp_path / "run")
+    assert os.listdir(tmp_path / "mine") == ["reports"]
+
+
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_the_files_of_a_model_replace_links_in_a_copied_run(tmp_path: Path, name: str) -> None:
+    class Part:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "config.json").write_text("new")
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text("mine")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine" / link.relative_to(tmp_path / "run/model"))
+    net = SimpleNamespace(config=Part(), generation_config=Part())
+    for _ in range(2):
+        causal.keep(tmp_path / "run", net, Part())
+        assert os.listdir(tmp_path / "run") == ["model"]
+        assert not link.is_symlink()
+        assert (tmp_path / "run/model/config.json").read_text() == "new"
+    assert (tmp_path / "mine/config.json").read_text() == "mine"
+
+
+def test_data_are_not_written_through_a_link_in_a_copied_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/text").symlink_to(tmp_path / "mine")
+    (tmp_path / "source.txt").write_text("a text")
+    words = ["text", f"data_dir={tmp_path}/data", f"source={tmp_path}/source.txt"]
+    assert prepare.main(words) == errors.EXIT_MACHINE
+    assert not os.listdir(tmp_path / "mine")
 
 
 @as_root
