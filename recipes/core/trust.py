@@ -314,18 +314,29 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
     problem = who_else_writes(status, folder, gets_files=True)
     if key == "run_dir" and problem:
         raise MachineError(f"{key}: {folder}: {problem}; or give another {key}=")
-    is_of_trusted_group = status.st_mode & 0o020 and not problem
-    if is_listed and key != "data_dir" and not is_of_trusted_group:
-        _require_own_content(folder, key)
+    if is_listed and key != "data_dir":
+        is_of_trusted_group = status.st_mode & 0o020 and not problem
+        _require_own_content(folder, key, status.st_gid if is_of_trusted_group else None)
 
 
-def _require_own_content(folder: Path, key: str) -> None:
-    """Others may have had write permission before. Raises MachineError."""
+def _require_own_content(folder: Path, key: str, group: int | None) -> None:
+    """Others may have had write permission before. group: its members may have files there. Raises
+    MachineError.
+    """
     for path in map(Path, os.scandir(folder)):
         with contextlib.suppress(FileNotFoundError):  # a temporary file of another process
-            if not is_own(path, follow_symlinks=False):
+            user = path.lstat().st_uid
+            if not _is_trusted(user, path) and not (group and _is_member(user, group)):
                 fix = f"remove it (rm -r {shlex.quote(str(path))}), or give another {key}="
                 raise MachineError(f"{key}: {path} belongs to another user; {fix}")
+
+
+def _is_member(user: int, group: int) -> bool:
+    try:
+        account = pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return group in os.getgrouplist(account.pw_name, account.pw_gid)
 
 
 def _remove_lists(folder: Path) -> None:

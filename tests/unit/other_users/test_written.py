@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,10 +78,14 @@ def test_a_link_from_when_others_could_write_to_a_run_directory_is_refused(
         trust.own_folder(link.parent)
     trust.own_folder(link.parent, is_listed=False)
     trust.own_folder(link.parent, "data_dir")
-    os.chown(link.parent, -1, STRANGER)
+    # with a group that may write, its members may have files there, and nobody else
+    os.chown(link.parent, -1, pwd.getpwuid(STRANGER).pw_gid)
     link.parent.chmod(0o2775)
     monkeypatch.setenv("RECIPES_TRUST_GROUP", "1")
     trust.own_folder(link.parent)
+    os.chown(link.parent, -1, 1)
+    with pytest.raises(MachineError, match=problem):
+        trust.own_folder(link.parent)
 
 
 @as_root
