@@ -268,6 +268,17 @@ def without_links_of_others(path: str, flags: int) -> int:
     return descriptor
 
 
+def own_without_links(path: str, flags: int) -> int:
+    """For ``opener=`` of open(): as `files.without_links`, and raises MachineError if the file
+    belongs to another user, who could read what is written into it.
+    """
+    descriptor = files.without_links(path, flags)
+    if not _is_trusted(os.fstat(descriptor).st_uid, Path(path)):
+        os.close(descriptor)
+        raise MachineError(f"{path}: belongs to another user; remove it (rm {shlex.quote(path)})")
+    return descriptor
+
+
 def is_own(path: Path, follow_symlinks: bool = True) -> bool:
     """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises
     OSError.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from recipes.core import files
+from recipes.core import files, trust
 from recipes.core.run import signals
 
 
@@ -23,10 +23,10 @@ def copied_to(path: Path) -> Iterator[TextIO | None]:
     ``with`` block.
 
     Yields the terminal if stderr was one, for a progress line that must not be in the file; else
-    None. Raises MachineError if ``path`` cannot be written.
+    None. Raises MachineError if ``path`` cannot be written, or belongs to another user.
     """
     try:
-        log = open(path, "ab", buffering=0, opener=files.without_links)  # noqa: SIM115
+        log = open(path, "ab", buffering=0, opener=trust.own_without_links)  # noqa: SIM115
         if log.tell():
             log.write(b"\f\n")  # a form feed separates the attempts
     except OSError as error:

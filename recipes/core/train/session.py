@@ -204,7 +204,8 @@ def open_run_dir(start: Start, world: World) -> tuple[attempts.Attempt, bool]:
         log = path / "logs" / f"rank{world.rank}.log"
         with files.writing_to(path, "run_dir"):
             trust.own_folder(log.parent, is_listed=False)
-            open(log, "ab", opener=files.without_links).close()  # a disk may be mounted read-only
+            # a disk may be mounted read-only
+            open(log, "ab", opener=trust.own_without_links).close()
         attempt = attempts.Attempt(path, int(number))
         if start.ranks.in_slurm and start.ranks.local_rank == 0:
             problem = f"this node does not see the files that rank 0 on {world.hosts[0]} writes"

@@ -231,6 +231,28 @@ def test_a_log_is_not_written_through_a_planted_link(tmp_path: Path) -> None:
     assert not (tmp_path / "authorized_keys").exists()
 
 
+@as_root
+def test_a_log_of_another_user_is_not_written(tmp_path: Path) -> None:
+    """From when others could write to logs/. Its owner could read what the program prints."""
+    log = tmp_path / "rank0.log"
+    log.touch()
+    os.chown(log, STRANGER, STRANGER)
+    with (
+        pytest.raises(MachineError, match=f"{log}: belongs to another user; remove it"),
+        logs.copied_to(log),
+    ):
+        pass
+    settings = SimpleNamespace(run=SimpleNamespace(run_dir=str(tmp_path)), recipe="toy")
+    ranks = SimpleNamespace(rank=0, run_id=None, num_nodes=1, in_slurm=False)
+    start: Any = SimpleNamespace(settings=settings, ranks=ranks)
+    sent = [str(tmp_path), False, 0, False]
+    world: Any = SimpleNamespace(rank=0, from_rank_0=lambda purpose, work: sent)
+    (tmp_path / "logs").mkdir()
+    log.rename(tmp_path / "logs/rank0.log")
+    with pytest.raises(MachineError, match=r"rank0\.log: belongs to another user"):
+        session.open_run_dir(start, world)
+
+
 @pytest.mark.parametrize("name", ["../../home/me/.ssh", "/etc/cron.d", "..", "a-run-of-mine"])
 def test_what_rank_0_sends_names_no_folder(tmp_path: Path, name: str) -> None:
     """With run_dir= each rank knows its run directory."""
