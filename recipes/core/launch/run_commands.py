@@ -305,7 +305,12 @@ def cancel(run: Run) -> str:
         raise MachineError(f"{_short(run.folder)}: {problem}")
     facts = attempts.facts(folder)
     described = files.read_json(folder / "job.yaml")
-    marked = [each for each in (facts, described) if directory.is_marked(folder, each)]
+    real = os.path.realpath(folder)
+    marked = [
+        each
+        for each in (facts, described)
+        if directory.is_marked(folder, each) and each.get("run_dir") == real
+    ]
     jobs = [str(each.get("job_id") or each.get("job")) for each in marked]
     if facts in marked and in_use.is_running(facts) and not facts.get("job"):
         pid = facts["process"]["pid"]
@@ -314,7 +319,10 @@ def cancel(run: Run) -> str:
     if facts in marked and not run.job:
         problem = f"runs on {facts['process']['host']}: type this command there"
     elif run.job not in jobs:
-        problem = "names no job that you have started; to cancel a job of yours, type scancel JOB"
+        problem = (
+            "names no job that you have started with this run_dir=; "
+            "to cancel a job of yours, type scancel JOB"
+        )
     if problem:
         raise MachineError(f"{_short(run.folder)}: {problem}")
     try:
@@ -414,6 +422,7 @@ def resume(run: Run, arguments: Sequence[str]) -> str:
     if files.read_json(folder / "job.yaml").get("job_id") == described.get("job_id"):
         try:
             new = {**described, "job_id": job_id, "log": log, "arguments": arguments}
+            new["run_dir"] = os.path.realpath(folder)  # it may have been moved
             write_description(folder, new)
         except OSError as error:
             raise MachineError(

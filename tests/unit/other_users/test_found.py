@@ -546,6 +546,20 @@ def test_cancel_ends_no_process_that_another_user_names(
         run_commands.cancel(run)
 
 
+def test_cancel_ends_no_run_that_another_user_gave_the_name_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda *words: pytest.fail("kill"))
+    for name in ("a", "b"):
+        attempts.open_next(tmp_path / name, "toy", {})
+        jobs.record(tmp_path / name, b"", "7", "toy", [])
+    for old, new in (("a", "aside"), ("b", "a"), ("aside", "b")):
+        (tmp_path / old).rename(tmp_path / new)
+    run = replace(FAILED, folder=str(tmp_path / "a"), state="running")
+    with pytest.raises(MachineError, match="names no job that you have started with this run_dir="):
+        run_commands.cancel(run)
+
+
 def test_a_rank_without_the_home_of_its_job_keeps_the_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
