@@ -184,13 +184,13 @@ def prepare_mnist(keys: PrepareKeys, data_dir: Path) -> str:
     MachineError, OSError.
     """
     folder = data_dir / datasets.MNIST.folder
-    trust.own_folder(folder, "data_dir")
-    for file in datasets.MNIST_FILES:
-        if datasets.fault_of(folder / file.name, file) is None:
-            _say(f"{file.name}: already there, verified")
-        else:
-            files.write_bytes(folder / file.name, _fetched(file, keys.source))
-            _say(f"{file.name}: verified, {files.size_text(file.size)}")
+    with trust.data_folder(folder) as place:
+        for file in datasets.MNIST_FILES:
+            if datasets.fault_of(place / file.name, file) is None:
+                _say(f"{file.name}: already there, verified")
+            else:
+                files.write_bytes(place / file.name, _fetched(file, keys.source))
+                _say(f"{file.name}: verified, {files.size_text(file.size)}")
     _say(f"mnist is in {folder}")
     return "mnist"
 
@@ -252,17 +252,16 @@ def prepare_cifar10(keys: PrepareKeys, data_dir: Path) -> str:
         _say(f"cifar10: already there, verified, made from {made_from}")
     else:
         source = cifar10.local_source(keys.source) if keys.source else None
-        trust.own_folder(folder, "data_dir")
-        # an unfinished conversion must not look complete
-        (folder / "index.json").unlink(missing_ok=True)
-        # whose files nobody can exchange before they are unpickled
-        with tempfile.TemporaryDirectory() as scratch:
+        # nobody can exchange the files in scratch before they are unpickled
+        with trust.data_folder(folder) as place, tempfile.TemporaryDirectory() as scratch:
+            # an unfinished conversion must not look complete
+            (place / "index.json").unlink(missing_ok=True)
             trust.private_temporary(Path(scratch))
             name = str(source or cifar10.URL)
             if source is None:
                 source = Path(scratch, cifar10.ARCHIVE)
                 source.write_bytes(download(cifar10.URL))
-            cifar10.convert(source, folder, Path(scratch), name)
+            cifar10.convert(source, place, Path(scratch), name)
     _say(f"cifar10 is in {folder}")
     return "cifar"
 

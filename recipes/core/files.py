@@ -72,7 +72,7 @@ def write_whole(
             line = "a later attempt writes to this run directory, so this attempt ends"
             raise MachineError(f"{path.parent.parent}: {line}") from None
         if isinstance(error, OSError) and error.filename == str(temporary):
-            error.filename = str(path)
+            error.filename = os.path.realpath(path)  # not in /proc
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -161,9 +161,8 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
             except BlockingIOError:
                 if wait is None:
                     fix = "wait until it ends, or give another folder"
-                    raise MachineError(
-                        f"{str(path)!r} is locked: another process uses this folder: {fix}"
-                    ) from None
+                    line = f"is locked: another process uses this folder: {fix}"
+                    raise MachineError(f"{os.path.realpath(path)!r} {line}") from None
                 wait()
                 time.sleep(0.5)
             except OSError:  # no locks

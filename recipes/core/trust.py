@@ -279,6 +279,21 @@ def own_without_links(path: str, flags: int) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def data_folder(folder: Path) -> Iterator[Path]:
+    """Creates or checks a data folder as `own_folder` does, and yields a path to it for this
+    process and its children: that of the open folder. Users who can write to a folder above, as in
+    a project, could otherwise put a link in its place while files are written. Raises OSError and
+    MachineError.
+    """
+    own_folder(folder, "data_dir")
+    descriptor = without_links_of_others(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
 def is_own(path: Path, follow_symlinks: bool = True) -> bool:
     """Whether a file or folder belongs to this user, to root or to the owner of this clone. Raises
     OSError.

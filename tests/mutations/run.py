@@ -134,6 +134,20 @@ MUTATIONS = [
     ),
     Mutation(
         "recipes/core/trust.py",
+        "    if folder.is_symlink():\n",
+        "    if False:\n",
+        "a link in a copied run leads its files into any folder of this user",
+        "tests/unit/other_users/test_written.py",
+    ),
+    Mutation(
+        "recipes/core/trust.py",
+        'yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")',
+        "yield folder",
+        "data are written elsewhere when another user replaces their folder",
+        "tests/unit/other_users/test_written.py",
+    ),
+    Mutation(
+        "recipes/core/trust.py",
         "is_sticky = is_above and status.st_mode & stat.S_ISVTX",
         "is_sticky = True",
         "an env file that every user can write to chooses what is loaded",

@@ -160,8 +160,8 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
     facts = facts_of(keys.model, chat.open_tokenizer(keys.model), kind, keys.train_on)
     facts |= {"max_len": keys.max_len, "cut": keys.too_long == "cut"}
     fill = partial(write_rows, keys.model, facts)
-    with documents.preparing(folder):
-        records = documents.write_all(folder, [*groups, *held_out], facts, fill, keys.workers, say)
+    with documents.preparing(folder) as target:
+        records = documents.write_all(target, [*groups, *held_out], facts, fill, keys.workers, say)
         judge(records, keys.too_long, say)
         index = {
             **VERSION,
@@ -171,7 +171,7 @@ def write(keys: Any, folder: Path, say: documents.Say) -> None:
             "seed": keys.seed,
             "shards": [{**record, "faults": None} for record in records],  # they can be many
         }
-        files.write_json(folder / "index.json", index)
+        files.write_json(target / "index.json", index)
 
 
 def write_rows(model: str, facts: Record, file: IO[bytes], sources: Sequence[Path]) -> Record:

@@ -141,15 +141,17 @@ def reading(path: Path, fix: str, columns: Sequence[str] | None = None) -> Itera
 
 
 @contextlib.contextmanager
-def preparing(folder: Path) -> Iterator[Record]:
-    """Locks ``folder``, a data set below data_dir, and yields its index.json; {} if it has none.
+def preparing(folder: Path) -> Iterator[Path]:
+    """Locks ``folder``, a data set below data_dir, and yields its path as of `trust.data_folder`.
     Raises MachineError.
     """
-    with files.writing_to(folder, "data_dir"):
-        trust.own_folder(folder, "data_dir")
-        with files.locked(folder / "preparing.lock"):
-            files.remove_temporary(folder)
-            yield files.read_json(folder / "index.json", files.without_waiting)
+    with (
+        files.writing_to(folder, "data_dir"),
+        trust.data_folder(folder) as place,
+        files.locked(place / "preparing.lock"),
+    ):
+        files.remove_temporary(place)
+        yield place
 
 
 def write_all(

@@ -114,7 +114,8 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: document
     dtype = "<u2" if len(vocabulary) <= 2**16 else "<u4"
     groups = documents.find_groups(source, ENDINGS, say)
     fill = partial(write_documents, tokenizer, dtype)
-    with documents.preparing(folder) as index:
+    with documents.preparing(folder) as place:
+        index = files.read_json(place / "index.json")
         if index.get("tokenizer", tokenizer) != tokenizer:
             made = f"{str(folder)!r} was made with another tokenizer"
             raise InputError(f"tokenizer={tokenizer}: {made}: give another data_dir=")
@@ -123,10 +124,10 @@ def write(source: str, folder: Path, tokenizer: str, workers: int, say: document
             "tokenizer": tokenizer,
             "dtype": dtype,
             "end": end,
-            "shards": documents.write_all(folder, groups, tokenizer, fill, workers, say),
+            "shards": documents.write_all(place, groups, tokenizer, fill, workers, say),
             "vocabulary": " ".join(token.hex() for token in vocabulary),
         }
-        files.write_json(folder / "index.json", content)
+        files.write_json(place / "index.json", content)
 
 
 def write_documents(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from recipes import export, predict, prepare, report, script
 from recipes.core import errors, files, trust
@@ -387,6 +388,34 @@ def test_data_are_not_written_through_a_link_of_another_user(
     assert prepare.main(words) == errors.EXIT_MACHINE
     assert "cifar10: is a link of another user; give the folder itself" in capsys.readouterr().err
     assert (mine / "index.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["text", "cifar10", "imagenet"])
+def test_data_are_written_into_the_folder_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In a project folder, others can put a link in its place while they are written."""
+    mine, aside = tmp_path / "mine", tmp_path / "aside"
+    mine.mkdir()
+    (mine / "precious.bin").touch()
+    for split in ("train", "val", "test"):
+        (tmp_path / "source" / split / "a").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "source" / split / "a/1.png")
+    (tmp_path / "source/a.txt").write_text("a text")
+    opened = trust.without_links_of_others
+
+    def exchange(path: str, flags: int) -> int:
+        descriptor = opened(path, flags)
+        if flags & os.O_DIRECTORY:
+            os.rename(path, aside)
+            os.symlink(mine, path)
+        return descriptor
+
+    monkeypatch.setattr(trust, "without_links_of_others", exchange)
+    words = [name, f"data_dir={tmp_path}/data", f"source={tmp_path}/source", "workers=1"]
+    prepare.main(words[: 3 if name == "cifar10" else 4])
+    assert os.listdir(mine) == ["precious.bin"]
+    assert (aside / "index.json").exists()
 
 
 @as_root

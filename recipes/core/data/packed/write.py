@@ -53,22 +53,25 @@ def pack(
         train = classfolder.scan(folders["train"], say=say)
         val = classfolder.scan(folders["val"], train.classes, say=say)
 
-        trust.own_folder(target, "data_dir")
-        with files.locked(target / "packing.lock"):
-            if datasets.kind(target / format.INDEX):  # another process has packed it meanwhile
+        with (
+            trust.data_folder(trust.resolved(target)) as place,
+            files.locked(place / "packing.lock"),
+        ):
+            if datasets.kind(place / format.INDEX):  # another process has packed it meanwhile
                 return _verified(target, size, quality)
-            files.remove_temporary(target)  # of an interrupted packing, as are these
-            for old in target.glob("*.bin"):
+            _check_target(place)
+            files.remove_temporary(place)  # of an interrupted packing, as are these
+            for old in place.glob("*.bin"):
                 old.unlink()
             options = {"size": size, "quality": quality}
             encode = partial(pillow.encode, size=size, quality=quality)
             count = workers or len(os.sched_getaffinity(0))
             splits = {
-                split: _write_split(split, listing, target, encode, count, say)
+                split: _write_split(split, listing, place, encode, count, say)
                 for split, listing in (("train", train), ("val", val))
             }
             index = {**format.VERSION, **options, "classes": train.classes, "splits": splits}
-            files.write_json(target / format.INDEX, index)
+            files.write_json(place / format.INDEX, index)
             return format.read_index(target)
 
 
@@ -97,7 +100,7 @@ def _check_target(target: Path) -> None:
     ours = re.compile(r"\..*|lost\+found|packing\.(lock|json)|(train|val)(\.index|-\d{5}\.bin)")
     for name in sorted(os.listdir(target)):
         if not ours.fullmatch(name):
-            where = f"data_dir={str(target)!r}"
+            where = f"data_dir={os.path.realpath(target)!r}"
             raise InputError(f"{where}: has other files ({name!r}): give another data_dir=")
 
 
