@@ -37,7 +37,7 @@ def test_a_second_job_is_refused_until_the_first_ends(
         """The last line of a second job, while the first one is in this state."""
         log = tmp_path / state
         job = jobs.sbatch(slurm, repo, log, *words)
-        assert jobs.ended(slurm, job, log) == ("FAILED", "2:0"), jobs.tail(log)
+        assert jobs.ended(slurm, job, log, 60) == ("FAILED", "2:0"), jobs.tail(log)
         return jobs.log_lines(log)[-1]
 
     first = jobs.sbatch(slurm, repo, tmp_path / "log", *words)
