@@ -99,6 +99,17 @@ def prepare(cfg: Config, net: Any) -> None:
     net.train()
 
 
+def activation_bytes(cfg: Config, net: nn.Module, ranks: int) -> int | None:
+    """Bytes of the activations of a rank, which `launch.py check` compares with a GPU's memory.
+    None if they cannot be computed without data.
+    """
+    rows = -(-cfg.global_batch_size // (ranks * cfg.accumulate))
+    half = cfg.dtype not in (Dtype.float32, Dtype.tf32)
+    is_divided = cfg.strategy == "fsdp" and ranks > 1
+    size = (rows, cfg.max_len)
+    return causal.activation_bytes(net, partial(prepare, cfg), size, half, is_divided)
+
+
 def make_optimizer(cfg: Config, net: nn.Module) -> torch.optim.Optimizer:
     """AdamW; or Muon for the matrices of the layers, with updates as large as those of AdamW."""
     if cfg.optimizer == "adamw":
@@ -187,13 +198,8 @@ def main(cfg: Config, run: Run) -> Results:
         nats, tokens = scores.sums(run, answers, in_step=True)
         return {"val_loss": nats / max(1.0, tokens), "val_tokens": int(tokens)}
 
-    if run.dry_run:  # launch.py check compares this with the memory of a GPU
-        rows = -(-cfg.global_batch_size // (run.ranks * cfg.accumulate))
-        half = cfg.dtype not in (Dtype.float32, Dtype.tf32)
-        is_divided = cfg.strategy == "fsdp" and run.ranks > 1
-        run.activation_bytes = causal.activation_bytes(
-            net, partial(prepare, cfg), (rows, cfg.max_len), half, is_divided
-        )
+    if run.dry_run:
+        run.activation_bytes = activation_bytes(cfg, net, run.ranks)
     about = {"kind": training.facts["kind"]}
     run.resume(checkpoint.State(net, optimizer, scheduler, about=about), batches)
     if world.rank == 0 and not cfg.evaluate:
