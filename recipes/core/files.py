@@ -28,8 +28,14 @@ Json = dict[str, Any]  # an object in a JSON file
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """For ``opener=`` of open(): does not wait for a writer if ``path`` is a named pipe."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+    """For ``opener=`` of open(): raises OSError for a named pipe or a device, which may block or
+    have no end.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not an ordinary file", path)
+    return descriptor
 
 
 def without_links(path: str, flags: int) -> int:
@@ -127,15 +133,13 @@ def read_json(path: Path, opener: Callable[[str, int], int] = without_links) -> 
 def read_bounded(
     path: Path, limit: int, opener: Callable[[str, int], int] = without_waiting
 ) -> bytes:
-    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError; ValueError for
-    another kind of file, or a larger one.
+    """The content of an ordinary file of at most ``limit`` bytes. Raises OSError; ValueError for a
+    larger one.
     """
     # a given size saves a call for each file
     with open(path, "rb", buffering=1 << 16, opener=opener) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not an ordinary file")
-        content = file.read(min(status.st_size, limit) + 1)  # as many bytes are allocated at first
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, limit) + 1)  # as many bytes are allocated at first
     if len(content) > limit:
         raise ValueError(f"larger than {limit} bytes")
     return content
@@ -173,7 +177,7 @@ def locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content as hexadecimal digits. Raises OSError."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=without_waiting) as file:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()

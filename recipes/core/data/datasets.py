@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.core import errors
+from recipes.core import errors, files
 from recipes.core.errors import InputError
 
 
@@ -166,7 +166,7 @@ def fault_of(path: Path, file: DataFile) -> str | None:
     correct.
     """
     try:
-        with path.open("rb") as opened:
+        with open(path, "rb", opener=files.without_waiting) as opened:
             return content_fault(opened.read(file.size + 1), file)
     except OSError as error:
         return f"cannot be read ({error.strerror})"

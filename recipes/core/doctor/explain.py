@@ -243,14 +243,11 @@ def _logs_in(folder: Path) -> list[Path]:
 
 
 def read_log(path: Path, name: str) -> Log:
-    """The newest attempt in a regular file. Raises OSError, ValueError, and MachineError if another
-    user's link leads to it.
+    """The newest attempt in an ordinary file. Raises OSError, and MachineError if another user's
+    link leads to it.
     """
     with open(path, "rb", opener=trust.without_links_of_others) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-        file.seek(max(0, status.st_size - MOST_BYTES))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
         data = file.read(MOST_BYTES)
     # Without colours, which may separate words of a text. A progress bar ends its lines with a
     # carriage return.

@@ -215,8 +215,7 @@ def _restrict_log(job: Job, umask: int) -> None:
     for path in (job.log, job.error_log):
         with contextlib.suppress(OSError), open(path, "rb", opener=files.without_links) as log:
             mode = os.fstat(log.fileno()).st_mode
-            if stat.S_ISREG(mode):  # not /dev/null
-                os.fchmod(log.fileno(), stat.S_IMODE(mode) & ~umask)
+            os.fchmod(log.fileno(), stat.S_IMODE(mode) & ~umask)
 
 
 def _prepare_program(settings: Settings, attempt: Attempt, job: Job) -> None:

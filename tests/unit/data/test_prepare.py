@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import os
 import random
 import struct
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes import prepare
+from recipes.core import files
 from recipes.core.data import datasets, hub, progress
 from recipes.core.data.datasets import DataFile
 from tests.unit.data.common import not_root, put
@@ -69,6 +71,27 @@ def raw(data_dir: Path) -> Path:
 
 def there(data_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in raw(data_dir).iterdir()}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_a_planted_file_stops_no_command(
+    run: Run, server: Server, tmp_path: Path, kind: str
+) -> None:
+    path = raw(tmp_path / "data") / datasets.MNIST_FILES[0].name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "a named pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not an ordinary file"):
+        files.sha256(path)  # as for CIFAR-10
+    assert run(server.url)[0] == 0
+
+
+def test_a_source_with_a_hole_uses_no_memory(run: Run, tmp_path: Path) -> None:
+    name = datasets.MNIST_FILES[0].name
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(1 << 40)
+    status, _, error = run(source=str(tmp_path))
+    assert (status, "has more than" in error) == (2, True)
 
 
 def test_files_are_fetched_once_and_then_verified(run: Run, server: Server, tmp_path: Path) -> None:
