@@ -20,7 +20,7 @@ from recipes.core.run import directory, judge, rows
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.rows import Row
 
-MAX_YAML = 1 << 20  # bytes of a config.yaml
+MAX_YAML = 1 << 16  # bytes of a config.yaml; as in config.key_value, whose import is slow
 # the folders in which files of a run are read; links in place of these files are not followed
 READ = ("attempts", "attempts/*", "attempts/*/*")
 LONGEST_NAME = 500  # bytes of a file that names a checkpoint

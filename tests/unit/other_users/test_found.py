@@ -631,6 +631,13 @@ def test_a_command_with_a_model_has_a_private_compile_cache(
     assert re.fullmatch(rf"{place}[0-9a-f]{{8}}", os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
+@pytest.mark.timeout(5)
+def test_a_number_of_a_megabyte_stops_no_reader_of_keys(tmp_path: Path) -> None:
+    """YAML 1.1 reads it in base 60. The time grows with the square of its length."""
+    (tmp_path / "config.yaml").write_text("lr: 1" + ":1" * 500_000)
+    assert record.read(tmp_path).keys == {}
+
+
 def test_keys_of_a_run_are_not_merged(tmp_path: Path) -> None:
     """Nine merges of nine would take all memory. None of the keys is used then."""
     lines = ["a0: &a0 {k: 1}"]
