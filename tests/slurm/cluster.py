@@ -641,6 +641,10 @@ def take_down(root: Path) -> None:
     for pid, _ in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for cgroup in state.get("cgroups", []):  # a killed process of a suspended job ends when it runs
+        for frozen in Path(cgroup).glob("**/freezer.state"):
+            with contextlib.suppress(OSError):
+                frozen.write_text("THAWED")
     for pid, began in alive:
         keeper = _KEEPERS.pop(pid, None)
         if keeper is not None:

@@ -58,11 +58,17 @@ def left_over(root: Path, state: dict[str, Any]) -> list[str]:
     return remains
 
 
+def freezer_states(state: dict[str, Any]) -> list[str]:
+    cgroups = map(Path, state["cgroups"])
+    return [file.read_text() for path in cgroups for file in path.glob("**/freezer.state")]
+
+
 def test_a_killed_owner_leaves_nothing() -> None:
     code = (
         "import os, time; from tests.slurm.cluster import *\n"
         "with running_cluster(ClusterOptions(nodes=1)) as c:\n"
         "    job = c.submit('--output=/dev/null', '--wrap=sleep 66'); c.wait_running(job)\n"
+        "    c.run('scontrol', 'suspend', job, check=True)\n"
         "    print(c.root, flush=True); time.sleep(60)"
     )
     argv = [sys.executable, "-c", code]
@@ -71,6 +77,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
         root = Path(owner.stdout.readline().strip())
         state = json.loads((root / "state.json").read_text())
         assert len(left_over(root, state)) > 3
+        wait_until(lambda: "FROZEN\n" in freezer_states(state), 10, "that the job is suspended")
         owner.kill()
     wait_until(lambda: not left_over(root, state), 10, "that nothing is left")
 
