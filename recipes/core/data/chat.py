@@ -73,7 +73,9 @@ def open_tokenizer(model: str) -> Any:
             )
             if not tokenizer.is_fast:
                 raise ValueError("it cannot tell which characters a token has")
-        except Exception as error:  # whatever its files contain
+        except BaseException as error:  # whatever its files contain; a panic of Rust, too
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise InputError(f"model={model!r}: {errors.one_line(error, 120)}: {fix}") from None
     templates = tokenizer.chat_template
     for name in templates if isinstance(templates, dict) else ():

@@ -71,6 +71,15 @@ def test_a_chat_template_has_no_path_as_its_name(tmp_path: Path, model: Path) ->
         chat.open_tokenizer(str(folder))
 
 
+def test_a_tokenizer_whose_library_panics_is_one_line(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    path = folder / "tokenizer.json"
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    files.write_json(path, {**files.read_json(path), "normalizer": normalizer})
+    with pytest.raises(InputError, match="give the folder of a Hugging Face model"):
+        chat.open_tokenizer(str(folder))
+
+
 def test_opening_a_tokenizer_prints_no_warning(model: Path) -> None:
     """As transformers has of each model whose code it does not have."""
     logging = importlib.import_module("transformers").logging
