@@ -36,6 +36,7 @@ WITHOUT_CODE = (
 FETCHED = [*WITHOUT_CODE, "*.py"]
 MOST_BYTES = 1 << 30  # of all files of a model but its weights
 CLASS = re.compile(r"\w+\.\w+")
+LONGEST_CLASS = 200  # characters
 # settings with a "/" that transformers does not open; and those that name other files, code or
 # settings, or that it passes to other libraries: timm opens a `checkpoint_path`
 NAMES = re.compile(r"_?name_or_path|tokenizer_name|prefix")
@@ -165,6 +166,7 @@ def _require_names_inside(model: str, copy: Path) -> None:
     def collect(settings: dict[str, Any]) -> bool:
         for name, value in settings.items():
             is_path = not NAMES.fullmatch(name) and "/" in json.dumps(value)
+            is_path |= name == "architecture" and ":" in str(value)  # local-dir: of timm
             is_passed_on = value and PASSED_ON.fullmatch(name)
             is_other = name == "tokenizer_class" and not _is_tokenizer(value)
             if is_path or is_passed_on or is_other:
@@ -196,6 +198,8 @@ def _is_tokenizer(name: object) -> bool:
     and removes the suffix Fast.
     """
     library = transformers()
+    if len(str(name)) > LONGEST_CLASS:  # the search below takes the square of this time
+        return False
     plain = re.sub("(Fast)+$", "", str(name))
     classes = [
         getattr(library, known) for known in (plain, f"{plain}Fast") if hasattr(library, known)

@@ -58,6 +58,7 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
     assert not copy.exists()
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
@@ -83,6 +84,8 @@ def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> Non
         ("config.json", {"tokenizer_class": "CLIPProcessorFast"}, "its tokenizer_class may"),
         ("tokenizer_config.json", {"tokenizer_class": "AutoModel"}, "its tokenizer_class may"),
         ("config.json", {"attribute_map": {"transformers_weights": "prefix"}}, "its attribute_map"),
+        ("config.json", {"vision_config": {"architecture": "local-dir:.."}}, "its architecture"),
+        ("config.json", {"tokenizer_class": "Fast" * 100_000 + "x"}, "its tokenizer_class may"),
         ("adapter_config.json", {"base_model_name_or_path": "x"}, "is an adapter: merge it"),
     ],
 )
