@@ -25,8 +25,9 @@ from recipes.core.run.record import Record, State
 from recipes.core.run.rows import Row, number
 
 LONGEST = 500  # characters of a text from a file
-# runs in a figure; failed ranks of an attempt; ranks in a table
+# runs in a figure; metrics; failed ranks of an attempt; ranks in a table
 MOST_RUNS = 24
+MOST_METRICS = 64
 MOST_RECORDS = 16
 MOST_RANKS = 64
 BAR_PX = 18  # height of an attempt in the bars of time
@@ -173,13 +174,15 @@ def _by_step(every: Sequence[Shown], marks: Sequence[figure.Point]) -> str:
                 titles.setdefault(name, (name, name, False))
 
     figures = ""
-    for name, (title, unit, zero) in titles.items():
+    for name, (title, unit, zero) in itertools.islice(titles.items(), MOST_METRICS):
         series = list[Series]()
         for index, shown in enumerate(every):
             points = [(float(row["step"]), number(row[name])) for row in shown.rows if name in row]
             series.append((errors.shown(shown.run.folder), points, _style(index)))
         labels = ("optimiser step", errors.shown(unit))
         figures += figure.figure(errors.shown(title), labels, series, steps, marks, zero)
+    if len(titles) > MOST_METRICS:
+        figures += f'<p class="note">Only {MOST_METRICS} metrics are shown.</p>'
     return figures
 
 

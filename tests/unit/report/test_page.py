@@ -328,6 +328,13 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     assert page(tmp_path, *runs).labels()[-1] == label
 
 
+def test_many_metrics_stay_small(tmp_path: Path) -> None:
+    names = {f"metric{number}": 0.5 for number in range(1000)}
+    shown = page(tmp_path, make(tmp_path / "run", [row(0, step, **names) for step in (1, 2)]))
+    assert len(shown.figures) < 100
+    assert "Only 64 metrics are shown." in shown.texts
+
+
 def test_many_runs_and_rows_stay_small(tmp_path: Path) -> None:
     rows = [row(0, step, math.sin(step)) for step in range(1, 3001)]
     rows[1234]["loss"] = 50.0
