@@ -418,6 +418,20 @@ def test_data_are_written_into_the_folder_that_was_checked(
     assert (aside / "index.json").exists()
 
 
+@pytest.mark.parametrize("name", ["text", "imagenet"])
+def test_a_typed_folder_may_be_a_link_of_this_user(tmp_path: Path, name: str) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "source" / split / "a").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "source" / split / "a/1.png")
+    (tmp_path / "source/a.txt").write_text("a text")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    words = [name, f"data_dir={tmp_path}/link", f"source={tmp_path}/source", "workers=1"]
+    assert prepare.main(words) == errors.EXIT_DONE
+    chosen = directory.choose(str(tmp_path / "link"), "toy", None, tmp_path)
+    assert attempts.open_next(chosen, "toy", {}).run_dir == tmp_path / "disk"
+
+
 @as_root
 def test_a_folder_for_data_is_not_behind_a_link_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "mine/text").mkdir(parents=True)
