@@ -262,10 +262,17 @@ def without_links_of_others(path: str, flags: int) -> int:
     """
     real = resolved(Path(path), to_same_owner=True)
     descriptor = files.without_links(str(real), flags)
-    if os.readlink(f"/proc/self/fd/{descriptor}") != str(real):  # a folder was exchanged meanwhile
+    _require_place(descriptor, real)
+    return descriptor
+
+
+def _require_place(descriptor: int, path: Path) -> None:
+    """Closes the descriptor and raises MachineError if it is not of ``path``, since a folder in
+    this path was exchanged meanwhile.
+    """
+    if os.readlink(f"/proc/self/fd/{descriptor}") != str(path):
         os.close(descriptor)
         raise MachineError(f"{path}: was replaced by a link while it was opened")
-    return descriptor
 
 
 def own_without_links(path: str, flags: int) -> int:
@@ -287,7 +294,9 @@ def data_folder(folder: Path) -> Iterator[Path]:
     MachineError.
     """
     own_folder(folder, "data_dir")
-    descriptor = without_links_of_others(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+    real = resolved(folder, to_same_owner=True)
+    descriptor = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    _require_place(descriptor, real)
     try:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:

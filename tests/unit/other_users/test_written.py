@@ -402,16 +402,15 @@ def test_data_are_written_into_the_folder_that_was_checked(
         (tmp_path / "source" / split / "a").mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "source" / split / "a/1.png")
     (tmp_path / "source/a.txt").write_text("a text")
-    opened = trust.without_links_of_others
+    checked = trust._require_place
 
-    def exchange(path: str, flags: int) -> int:
-        descriptor = opened(path, flags)
-        if flags & os.O_DIRECTORY:
+    def exchange(descriptor: int, path: Path) -> None:
+        checked(descriptor, path)
+        if path.is_dir():
             os.rename(path, aside)
             os.symlink(mine, path)
-        return descriptor
 
-    monkeypatch.setattr(trust, "without_links_of_others", exchange)
+    monkeypatch.setattr(trust, "_require_place", exchange)
     words = [name, f"data_dir={tmp_path}/data", f"source={tmp_path}/source", "workers=1"]
     prepare.main(words[: 3 if name == "cifar10" else 4])
     assert os.listdir(mine) == ["precious.bin"]
