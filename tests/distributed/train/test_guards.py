@@ -11,7 +11,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -282,9 +282,13 @@ def test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("RECIPES_ATTEMPT", attempt)
-    requeued: list[tuple[str, int]] = []
+    requeued: list[tuple[str, str]] = []
     monkeypatch.setattr(failure.client, "silent_nodes", silent.intersection)
-    monkeypatch.setattr(failure.client, "requeue", lambda *job: requeued.append(job))
+
+    def requeue(environ: Mapping[str, str]) -> None:
+        requeued.append((environ["SLURM_JOB_ID"], environ["SLURM_RESTART_COUNT"]))
+
+    monkeypatch.setattr(failure.client, "requeue", requeue)
     node_rank, local_rank = place
     ranks = SimpleNamespace(
         node_rank=node_rank, local_rank=local_rank, in_slurm=in_slurm, nodes=nodes
@@ -293,4 +297,4 @@ def test_a_rank_of_the_second_node_requeues_a_job_whose_first_node_is_gone(
         world=SimpleNamespace(ranks=ranks), keys=SimpleNamespace(restarts=restarts)
     )
     failure._requeue_without_first_node(run)
-    assert requeued == [("7", 2)] * is_requeued
+    assert requeued == [("7", "2")] * is_requeued
