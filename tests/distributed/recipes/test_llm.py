@@ -359,6 +359,16 @@ def test_a_prompt_is_made_of_tokens_as_in_the_training(run_dir: Path) -> None:
         plain.answer([{"role": "user", "content": "Q" * 3000}], 1)
 
 
+def test_check_estimates_the_rank_with_the_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(net: Any, change: object, size: tuple[int, int], *others: bool) -> int:
+        return size[0]
+
+    monkeypatch.setattr(causal, "activation_bytes", rows)
+    cfg = Config(global_batch_size=7, accumulate=2)
+    assert llm.activation_bytes(cfg, nn.Identity(), 2) == 2
+    assert llm.activation_bytes(cfg, nn.Identity(), 1) == 4
+
+
 def test_a_checkpoint_is_exported_from_its_own_folder(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

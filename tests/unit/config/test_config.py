@@ -520,6 +520,7 @@ CONSTANT = {"schedule": "constant", "warmup": 0}
             SCHEDULE,
         ),
         ({"epochs": 40}, "done", ["epochs=50", "resume=RUN/checkpoints/step-00000005.pt"], ""),
+        ({"epochs": 40}, "done", ["epochs=50", "resume=best"], SCHEDULE),  # step 3
         (
             {"epochs": 40},
             "preempted",

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -533,8 +534,19 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer(tmp_path: Path, run: P
     few = dialogues.limited(examples, most + 1)
     assert few.take(0)[0].tolist() == examples.take(0)[0].tolist()
     assert few.facts["pad"] <= most
+    padded = replace(examples, facts={**examples.facts, "pad": 999})
+    assert dialogues.limited(padded, 999).facts["pad"] == examples.facts["ends"][0] != 999
+    assert dialogues.limited(padded, 1000).facts["pad"] == 999
     with pytest.raises(InputError, match=f"token {most} is not in the vocabulary: .* give a model"):
         dialogues.limited(examples, most).take(0)
+
+
+def test_a_token_with_characters_of_prompt_and_completion_is_counted() -> None:
+    def tokenizer(text: str, **options: object) -> dict[str, list[object]]:
+        return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 1), (1, 3), (3, 4)]}
+
+    tokens, counted = Encoder(tokenizer, {"kind": "prompt"})._tokens("abcd", [(2, 4)])
+    assert tokens[counted].tolist() == [2, 3]
 
 
 def test_the_first_row_says_what_all_have(tmp_path: Path, run: Prepare) -> None:

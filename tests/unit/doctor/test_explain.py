@@ -328,7 +328,7 @@ def test_logs_of_ranks_that_the_newest_attempt_does_not_have_are_not_read(
 ) -> None:
     """A restart with min_nodes=, or a resumed run, may have fewer ranks."""
     run = run_directory(tmp_path, "failed", "rank 1 on a failed first: x", 1, "a", Kind.error)
-    (run / "logs/rank3.log").write_text("CUDA out of memory\n")
+    (run / "logs/rank2.log").write_text("CUDA out of memory\n")
     assert any("CUDA out of memory" in line for line in of_run(run, Answers({"1": None})))
     hosts = [] if of_program else ["a", "a"]
     newest = helpers.attempt(run, launch="1.1", job="1", hosts=hosts)

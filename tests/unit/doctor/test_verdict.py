@@ -323,6 +323,9 @@ def test_if_all_nodes_hang_none_is_excluded_and_the_result_is_unhealthy() -> Non
     assert lines[-1] == "not healthy, and the cause is not a single node"
     reports[1]["bandwidth"] = {"at": "the end", "ended": True}
     assert bad(judged(reports, 4)) == {}  # the node that came further is not behind
+    for node in (0, 3):
+        reports[node]["bandwidth"] = {"at": "the end", "ended": True}
+    assert judged(reports, 4).exclude == ["node2"]
 
 
 def test_nodes_that_answered_only_at_first_are_excluded_unless_all_did() -> None:

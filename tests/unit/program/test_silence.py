@@ -74,6 +74,8 @@ def test_a_program_hangs_if_no_rank_writes_and_no_file_is_saved(
     for name in ("logs/rank3.log", "saved.pt", "deep/saved.pt", "metrics.jsonl"):
         (run_dir / name).parent.mkdir(exist_ok=True)
         assert hangs_after(attempt, monkeypatch, write(run_dir / name)) is None, name
+    # also after the program has saved
+    assert hangs_after(attempt, monkeypatch, write(run_dir / "logs/rank3.log")) is None
     beats = lambda number: os.utime(attempt.folder / "opened.json", (number, number))  # noqa: E731
     assert hangs_after(attempt, monkeypatch, beats) == 5.5
     other = str(tmp_path / "saved")

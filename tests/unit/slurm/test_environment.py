@@ -43,6 +43,11 @@ def test_variables_of_the_outer_job_are_unset(
     assert sorted(names) == sorted(unset.split())
 
 
+def test_without_an_answer_of_slurm_no_count_is_unset() -> None:
+    own = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_ARRAY_TASK_ID": "2"}
+    assert environment.left_over(own, Job("", "")) == []
+
+
 def test_clean_environment_keeps_the_variables_of_users_and_sites() -> None:
     kept = {
         "SLURM_CONF": "/etc/x",
