@@ -37,10 +37,10 @@ class Packed:
         self._opened = folder, copy, split
         self._split = split
         self._files = parts.shards
-        _allow_open_files(len(parts.shards))
-        self._shards = [_open(folder, file, again) for file in parts.shards]
         with _open(folder, parts.index, again) as opened:
             self._records = np.memmap(opened, FIELDS, "r")
+        _allow_open_files(len(parts.shards))
+        self._shards = [_open(folder, file, again) for file in parts.shards]
         self._digest = hashlib.sha256(self._records.data).hexdigest()
         if self._digest != parts.index.sha256 or not self._is_valid():
             raise InputError(f"{str(folder / parts.index.name)!r} is damaged: {again}")
