@@ -184,6 +184,7 @@ def prepare_mnist(keys: PrepareKeys, data_dir: Path) -> str:
     MachineError, OSError.
     """
     folder = data_dir / datasets.MNIST.folder
+    trust.own_folder(folder.parent, "data_dir")  # in a copy of a data folder, it may be a link
     with trust.data_folder(folder) as place:
         for file in datasets.MNIST_FILES:
             if datasets.fault_of(place / file.name, file) is None:

@@ -298,6 +298,8 @@ def data_folder(folder: Path) -> Iterator[Path]:
     descriptor = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     _require_place(descriptor, real)
     try:
+        if not _is_trusted(os.fstat(descriptor).st_uid, real):
+            raise MachineError(f"{real}: was replaced by a folder of another user meanwhile")
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)

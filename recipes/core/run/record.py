@@ -206,17 +206,25 @@ def is_log_of(folder: Path, log: Path) -> bool:
     return os.path.isfile(log) and log.stat().st_uid == folder.stat().st_uid
 
 
-def read(folder: Path) -> Record:
-    """Reads a run directory. Raises InputError if a folder in the run of another user is a link:
-    it could lead to files of this user, whose content would be printed.
+def _has_links_of_others(folder: Path, job: Json) -> bool:
+    """Whether another user may have made what is in a run directory. The links of a copy belong to
+    this user.
     """
-    if folder.exists() and not trust.is_own(folder):
-        for pattern in READ:
-            for path in folder.glob(pattern):
-                if path.is_symlink():
-                    raise InputError(f"{path}: is a link in the run of another user")
+    is_shared = folder.stat().st_mode & 0o022
+    return bool(is_shared) or not trust.is_own(folder) or directory.is_copied(folder, job)
+
+
+def read(folder: Path) -> Record:
+    """Reads a run directory. Raises InputError if a folder in it is a link that another user may
+    have made: it could lead to files of this user, whose content would be printed.
+    """
     status = directory.read_status(folder)
     job = files.read_json(folder / "job.yaml")
+    if folder.exists() and _has_links_of_others(folder, job):
+        for pattern in READ:
+            for path in folder.glob(pattern):
+                if path.is_symlink() and not path.is_file():  # links to files are not followed
+                    raise InputError(f"{path}: is a link, which another user may have made")
     # a summary of an earlier attempt stays until the run is done again
     is_done = status.get("state") == "done"
     summary = files.read_json(folder / "summary.json") if is_done else {}

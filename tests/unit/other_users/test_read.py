@@ -248,7 +248,7 @@ def test_a_run_of_another_user_does_not_keep_others_from_being_cancelled(
     ranks.symlink_to(tmp_path / "nothing")
     assert run_commands.command(["cancel", f"{tmp_path}/runs"], tmp_path, {}) == 3
     said = capsys.readouterr()
-    assert "0000/ranks: is a link in the run of another user: skipped" in said.err
+    assert "0000/ranks: is a link, which another user may have made: skipped" in said.err
     assert "runs/mine: is not running: lost" in said.out
 
 
@@ -310,8 +310,12 @@ def test_the_run_of_another_user_leads_to_no_private_file(tmp_path: Path) -> Non
     assert not record.read(run_dir).job
     (run_dir / "attempts").rmdir()
     (run_dir / "attempts").symlink_to(private.parent / "attempts")
-    with pytest.raises(InputError, match="attempts: is a link in the run of another user"):
-        record.read(run_dir)
+    # also in a copy, whose links belong to this user, and in a folder of a group
+    for user, mode in ((STRANGER, 0o755), (os.geteuid(), 0o755), (os.geteuid(), 0o2775)):
+        os.chown(run_dir, user, -1)
+        run_dir.chmod(mode)
+        with pytest.raises(InputError, match="attempts: is a link, which another user may have"):
+            record.read(run_dir)
 
 
 @pytest.mark.parametrize(

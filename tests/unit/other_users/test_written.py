@@ -417,6 +417,36 @@ def test_data_are_written_into_the_folder_that_was_checked(
     assert (aside / "index.json").exists()
 
 
+@as_root
+def test_a_data_folder_that_another_user_puts_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = trust.own_folder
+
+    def exchange(folder: Path, *others: Any) -> None:
+        checked(folder, *others)
+        os.rename(folder, tmp_path / "aside")
+        folder.mkdir()
+        os.chown(folder, STRANGER, STRANGER)
+
+    monkeypatch.setattr(trust, "own_folder", exchange)
+    problem = "data: was replaced by a folder of another user"
+    with pytest.raises(MachineError, match=problem), trust.data_folder(tmp_path / "data"):
+        pass
+
+
+def test_mnist_is_not_written_through_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of a data folder of another user has links of this user."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/MNIST").symlink_to(tmp_path / "mine")
+    assert prepare.main(["mnist", f"data_dir={tmp_path}/data"]) == errors.EXIT_MACHINE
+    assert "MNIST is a link to" in capsys.readouterr().err
+    assert not os.listdir(tmp_path / "mine")
+
+
 @pytest.mark.parametrize("name", ["text", "imagenet"])
 def test_a_typed_folder_may_be_a_link_of_this_user(tmp_path: Path, name: str) -> None:
     for split in ("train", "val"):
