@@ -40,9 +40,10 @@ def main(argv: list[str]) -> int:
     runs = table.read_each(paths, lambda path: table.entry(record.read(path)))
     if not runs:
         return errors.EXIT_CONFIG
-    lines = table.aligned(table.cells(runs))
     if "--json" in argv:
-        lines = [*map(files.json_line, runs)]
+        lines = [files.json_line(run) for run in runs]
+    else:
+        lines = table.aligned(table.cells(runs))
     print("\n".join(lines))
     return errors.EXIT_DONE
 

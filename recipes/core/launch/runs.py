@@ -114,9 +114,10 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     job_id = outlook.newest(ids, {key: line.state in jobstate.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
     alive = False if facts in copied else in_use.is_running(facts)
-    owner = attempts.owner(folder)
-    if alive is None and owner and not ids:  # it is on another machine
-        alive = time.time() - attempts.newest_heartbeat(owner) < in_use.WATCH_S
+    if alive is None and not ids:  # it may be on another machine
+        owner = attempts.owner(folder)
+        if owner:
+            alive = time.time() - attempts.newest_heartbeat(owner) < in_use.WATCH_S
     state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
     notes = [note, f"a copy of {copied[0].get('run_dir')}" if copied else ""]
     if state is State.unknown and elsewhere:

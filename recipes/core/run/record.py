@@ -206,7 +206,7 @@ def is_log_of(folder: Path, log: Path) -> bool:
     return os.path.isfile(log) and log.stat().st_uid == folder.stat().st_uid
 
 
-def _has_links_of_others(folder: Path, job: Json) -> bool:
+def _may_have_links_of_others(folder: Path, job: Json) -> bool:
     """Whether another user may have made what is in a run directory. The links of a copy belong to
     this user.
     """
@@ -220,7 +220,7 @@ def read(folder: Path) -> Record:
     """
     status = directory.read_status(folder)
     job = files.read_json(folder / "job.yaml")
-    if folder.exists() and _has_links_of_others(folder, job):
+    if folder.exists() and _may_have_links_of_others(folder, job):
         for pattern in READ:
             for path in folder.glob(pattern):
                 if path.is_symlink() and not path.is_file():  # links to files are not followed

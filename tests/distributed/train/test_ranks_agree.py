@@ -75,7 +75,7 @@ def test_every_test_sample_is_counted_once(same_run: dict[int, Path]) -> None:
         assert summary["val_top1"] == helpers.rows(run_dir)[-1]["val_top1"]
 
 
-# Each rank returns the loss of its own samples, as in a recipe that does not call world.sum().
+# The ranks return different losses, because this recipe does not add them up with world.sum().
 # After the second epoch, only rank 0 has a new best loss.
 OWN_RESULTS = """
 from recipes import toy

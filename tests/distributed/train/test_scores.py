@@ -32,9 +32,9 @@ def test_an_evaluation_leaves_the_mode_of_the_network_as_it_was(is_training: boo
     world = SimpleNamespace(pulse=pulse, broadcast_buffers=lambda net: None)
     for ema, evaluated in ((None, net), (SimpleNamespace(module=average), average)):
         run: Any = SimpleNamespace(world=world, state=SimpleNamespace(model=net, ema=ema))
-        with scores.evaluation(run) as given:
-            assert given is evaluated
-            assert not given[0].training  # type: ignore[index]
+        with scores.evaluation(run) as network:
+            assert network is evaluated
+            assert not network[0].training  # type: ignore[index]
         assert [part.training for part in evaluated.modules()] == [is_training] * 2
 
 
@@ -109,7 +109,8 @@ def test_the_score_of_one_class_can_be_the_best_metric(
     run: Any = SimpleNamespace(world=SimpleNamespace(**vars(WORLD), gather=lambda part: [part]))
     run.settings = settings
     names = ["a", "b", "none"]
-    labels, predicted = torch.tensor([0, 0, 1, 0]), torch.tensor([1, 0, 1, 1])
+    labels = torch.tensor([0, 0, 1, 0])
+    predicted = torch.tensor([1, 0, 1, 1])
     one_hot = [F.one_hot(part, 3) for part in (predicted, labels)]
     for score, answer in (
         (scores.of_classes, (one_hot[0], labels)),

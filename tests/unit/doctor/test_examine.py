@@ -96,8 +96,8 @@ def test_a_report_that_is_written_twice_in_a_second_is_read_twice(
 
     write(Stage.examined)
     monkeypatch.setattr(time, "sleep", lambda seconds: write(Stage.final))
-    found = Reports(tmp_path).collect([0], Stage.final, time.monotonic() + 2)
-    assert found[0]["stage"] == Stage.final
+    reports = Reports(tmp_path).collect([0], Stage.final, time.monotonic() + 2)
+    assert reports[0]["stage"] == Stage.final
 
 
 def test_an_invalid_report_counts_as_missing(tmp_path: Path) -> None:

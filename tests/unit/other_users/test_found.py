@@ -193,13 +193,17 @@ def test_the_shell_of_a_job_reads_access_control_lists(
     assert (trust.who_else_can_change(path.parent) == "") == is_accepted
 
 
+@pytest.fixture
+def clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder in place of the clone."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    helpers.use_root(monkeypatch, folder)
+    return folder
+
+
 @as_root
-def test_a_group_without_a_name_is_not_taken_for_that_of_the_clone(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    helpers.use_root(monkeypatch, clone)
+def test_a_group_without_a_name_is_not_taken_for_that_of_the_clone(path: Path, clone: Path) -> None:
     os.chown(clone, -1, 77001)
     clone.chmod(0o2775)
     for group, is_accepted in ((77001, True), (77002, False)):
@@ -211,12 +215,9 @@ def test_a_group_without_a_name_is_not_taken_for_that_of_the_clone(
 
 @as_root
 def test_a_clone_with_an_access_control_list_makes_no_group_trusted(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    path: Path, clone: Path
 ) -> None:
     """The bits of its group are those of a user in the list."""
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    helpers.use_root(monkeypatch, clone)
     for shared, mode in ((clone, 0o2775), (path, 0o664)):
         os.chown(shared, -1, STRANGER)
         shared.chmod(mode)

@@ -395,7 +395,8 @@ def test_data_are_written_into_the_folder_that_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In a project folder, others can put a link in its place while they are written."""
-    mine, aside = tmp_path / "mine", tmp_path / "aside"
+    mine = tmp_path / "mine"
+    aside = tmp_path / "aside"
     mine.mkdir()
     (mine / "precious.bin").touch()
     for split in ("train", "val", "test"):

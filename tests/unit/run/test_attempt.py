@@ -113,10 +113,10 @@ def test_the_attempt_of_the_parent_is_found_by_its_variable(tmp_path: Path) -> N
     assert not attempts.refuse({}, ConfigError("nowhere to record it"))
     unseen = tmp_path / "unseen/attempts/0000"
     assert not attempts.refuse({attempts.VARIABLE: str(unseen)}, ConfigError("nor here"))
-    given = {attempts.VARIABLE: str(attempt.folder)}
-    assert attempts.refuse(given, MachineError("no GPU"), rank=5)
-    assert attempts.refuse(given, InputError("no data"))
-    assert attempts.refuse(given, DiskFull("/data is full"), rank=1)
+    environ = {attempts.VARIABLE: str(attempt.folder)}
+    assert attempts.refuse(environ, MachineError("no GPU"), rank=5)
+    assert attempts.refuse(environ, InputError("no data"))
+    assert attempts.refuse(environ, DiskFull("/data is full"), rank=1)
     record, other, full = attempts.records(attempt)
     assert record["rank"] == 5
     assert record["kind"] == "machine"
