@@ -5,7 +5,6 @@ their logs. Never torch.
 import os
 import re
 import stat
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,6 @@ from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, in_use, judge, ledger, outlook, record, source, table
 from recipes.core.run.record import Record, State
 
-# if Slurm does not know, a run has ended when it wrote neither a heartbeat nor its status for so
-# long
-QUIET_S = 120.0
 MOST_EXPLAINED = 3  # patterns
 MOST_RESTARTS = 10
 MOST_BYTES = 8 << 20  # of each log; the part before its last bytes is not read
@@ -172,20 +168,9 @@ def _count_ranks(run: Record) -> int:
 
 
 def _is_alive(run: Record, slurm: outlook.Outlook) -> bool:
-    """Whether the run has a process: by Slurm for a batch job, by the processes of this machine,
-    otherwise by its heartbeat and its status.
-
-    An interactive job (salloc) outlives its steps.
-    """
     is_batch = slurm.job is not None and slurm.job.has_script
-    if slurm.asked and (is_batch or not slurm.is_active):
-        return slurm.is_active
-    is_seen = in_use.is_running(run.facts)
-    if is_seen is not None:
-        return is_seen
-    owner = attempts.owner(run.folder)
-    beat = attempts.newest_heartbeat(owner) if owner else 0.0
-    return min(run.quiet_s, time.time() - beat) < QUIET_S
+    by_slurm = slurm.is_active if is_batch or (slurm.job and not slurm.is_active) else None
+    return in_use.is_alive(run.folder, run.facts, by_slurm)
 
 
 def batch_logs(run: Record, slurm: outlook.Outlook) -> list[Path]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from recipes.core import trust
 from recipes.core.errors import InputError, Next, next_of, shown
 from recipes.core.run import (
-    attempt as attempts,
     directory,
     efficiency,
     in_use,
@@ -49,13 +47,12 @@ class Run:
 
 
 def in_queue(
-    run: Record, job: client.Line | None, alive: bool | None, has_job: bool, asked: bool = True
+    run: Record, job: client.Line | None, alive: bool, has_job: bool, asked: bool = True
 ) -> tuple[State, str]:
     """The state of a run according to its files and its job, and a note.
 
-    job: its line in the queue; None if it is not there. alive: whether its process on this machine
-    runs, None if that cannot be seen. has_job: whether it was submitted to Slurm. asked: whether
-    Slurm answered.
+    job: its line in the queue; None if it is not there. alive: as of `in_use.is_alive`. has_job:
+    whether it was submitted to Slurm. asked: whether Slurm answered.
     """
     if job and job.state in jobstate.WAITING:
         start = f"expected to start at {job.start}" if job.start[:1].isdecimal() else ""
@@ -64,7 +61,7 @@ def in_queue(
             return State.held, note
         return (State.requeued if run.status.get("state") else State.pending), note
     active = State.running if run.state is State.running else State.starting
-    if job and job.state not in jobstate.ENDED:
+    if job and alive:
         # the run is being saved, or its job has not ended yet
         is_of_newest = run.status.get("attempt") in [attempt.number for attempt in run.attempts[:1]]
         is_last = job.state == jobstate.COMPLETING or not run.status.get("next")
@@ -82,10 +79,10 @@ def in_queue(
         step = run.status["step"]
         reason = run.status.get("reason") or ""
         return run.state, f"saved at step {step}" if step else f"stopped by {reason}"
-    if alive:
-        return active, ""
     if may_be_queued:
         return State.unknown, "Slurm does not answer"
+    if alive:
+        return active, ""
     is_cancelled = job is not None and job.state == "CANCELLED"
     if run.state is State.running:
         if is_cancelled:
@@ -113,11 +110,7 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
     lines = {job_id: jobs[job_id] for job_id in ids if jobs and job_id in jobs}
     job_id = outlook.newest(ids, {key: line.state in jobstate.ENDED for key, line in lines.items()})
     job = lines.get(job_id)
-    alive = False if facts in copied else in_use.is_running(facts)
-    if alive is None and not ids:  # it may be on another machine
-        owner = attempts.owner(folder)
-        if owner:
-            alive = time.time() - attempts.newest_heartbeat(owner) < in_use.WATCH_S
+    alive = facts not in copied and in_use.is_alive(folder, facts, _has_processes(run, job_id, job))
     state, note = in_queue(run, job, alive, bool(ids), jobs is not None)
     notes = [note, f"a copy of {copied[0].get('run_dir')}" if copied else ""]
     if state is State.unknown and elsewhere:
@@ -147,6 +140,17 @@ def read(folder: Path, jobs: Mapping[str, client.Line] | None, cluster: str = ""
         nodes=job.nodes if job else "",
         note=shown("; ".join(filter(None, notes)), 300),
     )
+
+
+def _has_processes(run: Record, job_id: str, job: client.Line | None) -> bool | None:
+    """Whether a job has processes of the run. None if Slurm does not know: it may be the job of
+    another user. An interactive job (salloc) outlives its steps.
+    """
+    is_active = job is not None and job.state not in {*jobstate.ENDED, *jobstate.WAITING}
+    if is_active and run.job.get("job_id") == job_id:  # only a batch script writes job.yaml
+        return True
+    has_ended = run.state not in (State.running, State.not_begun)
+    return False if has_ended or (job and not is_active) else None
 
 
 def _finite(value: object) -> float | None:

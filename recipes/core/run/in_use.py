@@ -19,6 +19,8 @@ from recipes.core.slurm import client, environment, jobstate
 ENDING_S = 60.0  # how long to wait for a job that Slurm is ending
 HEARTBEAT_S = 5.0  # time between two heartbeats of a run
 WATCH_S = 4 * HEARTBEAT_S  # an attempt without a heartbeat for this long is not alive
+# the same as seen from a machine on which a network file system shows changes later
+SEEN_S = 120.0
 ASK_S = 20.0  # how long to wait for an answer of the controller
 
 
@@ -78,6 +80,20 @@ def is_running(facts: files.Json) -> bool | None:
     started = attempts.start_time(process["pid"])
     is_same = started != "" and started == process["started"]
     return is_same and process["pid"] != os.getpid()
+
+
+def is_alive(run_dir: Path, facts: files.Json, by_slurm: bool | None) -> bool:
+    """Whether an attempt of a run has a process. facts: of the attempt. by_slurm: whether its job
+    has processes; None if Slurm does not know, or if the job outlives its steps, as with salloc.
+    """
+    if by_slurm is not None:
+        return by_slurm
+    runs = is_running(facts)
+    if runs is not None:
+        return runs
+    attempt = attempts.owner(run_dir) or attempts.newest(run_dir)
+    beat = attempts.newest_heartbeat(attempt) if attempt else 0.0
+    return time.time() - beat < SEEN_S
 
 
 def _check_by_slurm(job: str, run_dir: Path, patience_s: float, saved: bool) -> str:

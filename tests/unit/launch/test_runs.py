@@ -21,7 +21,7 @@ from recipes.core.errors import ConfigError, InputError, MachineError, Next
 from recipes.core.launch import jobs, run_commands, runs
 from recipes.core.report import page
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory
+from recipes.core.run import directory, in_use
 from recipes.core.run.record import Record
 from recipes.core.slurm import jobstate
 from recipes.core.slurm.client import Line
@@ -49,7 +49,7 @@ def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
             {},
             PENDING,
             "",
-            None,
+            False,
             True,
             ("pending", "Resources; expected to start at 2026-11-26T12:00:00"),
         ),
@@ -57,7 +57,7 @@ def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
             status("preempted"),
             PENDING,
             "",
-            None,
+            False,
             True,
             ("requeued", "Resources; expected to start at 2026-11-26T12:00:00"),
         ),
@@ -65,40 +65,40 @@ def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
             status("preempted"),
             Line("REQUEUE_HOLD", "", "", None, True, "JobHeldUser"),
             "",
-            None,
+            False,
             True,
             ("held", "JobHeldUser"),
         ),
-        ({}, RUNNING, "", None, True, ("starting", "node[1-2]")),
-        (status("running"), RUNNING, "", None, True, ("running", "node[1-2]")),
-        (status("done"), None, "the newest was refused", None, True, ("done", "")),
+        ({}, RUNNING, "", True, True, ("starting", "node[1-2]")),
+        (status("running"), RUNNING, "", True, True, ("running", "node[1-2]")),
+        (status("done"), None, "the newest was refused", False, True, ("done", "")),
         (
             status("failed", reason="rank 1 failed first"),
             None,
             "",
-            None,
+            False,
             True,
             ("failed", "rank 1 failed first"),
         ),
-        (status("incomplete", reason="early"), None, "", None, True, ("failed", "early")),
-        (status("preempted"), None, "", None, True, ("stopped", "saved at step 7")),
+        (status("incomplete", reason="early"), None, "", False, True, ("failed", "early")),
+        (status("preempted"), None, "", False, True, ("stopped", "saved at step 7")),
         (
             status("preempted", next="cancelled"),
             None,
             "",
-            None,
+            False,
             True,
             ("cancelled", "saved at step 7"),
         ),
         (status("running"), None, "", True, False, ("running", "")),
         (status("running"), None, "a later one was refused", True, False, ("running", "")),
         (status("running"), None, "lr=1", False, False, ("refused", "lr=1")),
-        (status("running"), None, "", None, True, ("lost", "it ended without a final status")),
+        (status("running"), None, "", False, True, ("lost", "it ended without a final status")),
         (
             status("running"),
             Line("NODE_FAIL", "", "", None, False, ""),
             "",
-            None,
+            False,
             True,
             ("lost", "it ended without a final status"),
         ),
@@ -106,20 +106,20 @@ def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
             status("running"),
             Line("CANCELLED", "", "", None, False, ""),
             "",
-            None,
+            False,
             True,
             ("cancelled", "it ended before it wrote its final status"),
         ),
-        ({}, None, "data_dir= is missing", None, True, ("refused", "data_dir= is missing")),
+        ({}, None, "data_dir= is missing", False, True, ("refused", "data_dir= is missing")),
         (
             {},
             Line("CANCELLED", "", "", None, False, ""),
             "",
-            None,
+            False,
             True,
             ("cancelled", "before it began"),
         ),
-        ({}, None, "", None, True, ("cancelled", "it never began")),
+        ({}, None, "", False, True, ("cancelled", "it never began")),
         ({}, None, "", False, False, ("lost", "it never began")),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_state_of_a_run(
     of_run: dict[str, Any],
     job: Line | None,
     refused: str,
-    alive: bool | None,
+    alive: bool,
     has_job: bool,
     expected: tuple[str, str],
 ) -> None:
@@ -147,14 +147,19 @@ def test_the_state_of_a_run(
 def test_a_run_that_slurm_may_start_again_is_unknown_while_slurm_does_not_answer(
     of_run: dict[str, Any], expected: str
 ) -> None:
-    assert runs.in_queue(recorded(of_run), None, None, True, asked=False)[0] == expected
+    assert runs.in_queue(recorded(of_run), None, False, True, asked=False)[0] == expected
 
 
 def begun(run_dir: Path, state: str = "running", job: str = "18", cluster: str = "") -> Path:
-    """A run of job ``job`` that has done three steps."""
+    """A run of batch job ``job`` that has done three steps."""
     environ = {"SLURM_JOB_ID": job, "SLURM_CLUSTER_NAME": cluster}
     attempts.begin(attempts.open_next(run_dir, "mnist", environ), 0, own=False)
     directory.write_status(run_dir, state, attempt=0, step=3)
+    if job:
+        files.write_json(
+            run_dir / "job.yaml",
+            directory.marked(run_dir, {"job_id": job, "run_dir": str(run_dir)}),
+        )
     return run_dir
 
 
@@ -513,9 +518,25 @@ def test_a_local_run_on_another_machine_is_known_by_its_heartbeat(root: Path) ->
     assert runs.read(folder, {}).state == "running"
     with pytest.raises(MachineError, match="runs on there: type this command there"):
         run_commands.cancel(runs.read(folder, {}))
-    before = time.time() - 60
+    before = time.time() - in_use.SEEN_S - 1
     os.utime(attempt.folder / "opened.json", (before, before))
     assert runs.read(folder, {}).state == "lost"
+
+
+def test_a_run_ends_before_the_interactive_job_in_which_it_was_typed(root: Path) -> None:
+    folder = begun(root / "runs/mnist/18")
+    (folder / "job.yaml").unlink()  # only a batch script writes it
+    opened = folder / "attempts/0000/opened.json"
+    facts = files.read_json(opened)
+    facts["process"]["place"] = "of another machine"
+    files.write_json(opened, directory.marked(folder, facts))
+    assert runs.read(folder, {"18": RUNNING}).state == "running"
+    before = time.time() - in_use.SEEN_S - 1
+    os.utime(opened, (before, before))
+    assert runs.read(folder, {"18": RUNNING}).state == "lost"
+    os.utime(opened)
+    directory.write_status(folder, "done", attempt=0, step=3)
+    assert runs.read(folder, {"18": RUNNING}).state == "done"
 
 
 def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
