@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -196,7 +197,9 @@ def lines_of(runs: Sequence[Run], now: float) -> list[str]:
 
 
 def _age(seconds: float) -> str:
-    """A duration in its largest unit, such as 5m or 3d."""
+    """A duration in its largest unit, such as 5m or 3d. inf is that of a job without limit."""
+    if math.isinf(seconds):
+        return "no limit"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if abs(seconds) >= size:
             return f"{seconds / size:.0f}{unit}"

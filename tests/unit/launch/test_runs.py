@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,15 @@ def test_the_rows_of_a_program_need_nothing_but_a_step(tmp_path: Path) -> None:
     assert (run.step, run.steps, run.best) == (7, 9, {"val_f1": 0.75})
     text, _ = page.page([tmp_path])
     assert re.findall("<figcaption>(.*?)</figcaption>", text) == ["Loss", "val_f1"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "expected"), [(math.inf, "no limit"), (3600.0, "1h"), (59.0, "59s")]
+)
+def test_the_table_shows_the_time_until_the_limit(root: Path, left_s: float, expected: str) -> None:
+    running = replace(runs.read(root / "runs/mnist/12", {}), left_s=left_s)
+    head, line = run_commands.lines_of([running], time.time())
+    assert line[head.index("left") :].startswith(expected)
 
 
 def test_a_narrow_terminal_shows_whole_names_and_notes(
