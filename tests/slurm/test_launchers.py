@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.core.launch import runs
+from recipes.core.run import attempt as attempts
 from tests import helpers, states
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
@@ -133,12 +135,14 @@ def test_mpirun_over_two_nodes(
 
 @pytest.mark.long
 def test_a_plain_process(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+    """Its job is known, also without a batch script and outside the folder of all runs."""
     ended = helpers.run([sys.executable, *MODULE, f"run_dir={tmp_path}/plain"])
     assert ended.status == 0, ended.out
     argv = ("srun", "--nodes=1", "--ntasks=1", sys.executable, *MODULE, f"run_dir={tmp_path}/srun")
     done = slurm.run(*argv, cwd=repo, env=jobs.PYTHON, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert state_of(tmp_path / "plain") == state_of(tmp_path / "srun")
+    assert runs.find([attempts.facts(tmp_path / "srun")["job"]], repo) == [tmp_path / "srun"]
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ The values are checked where the keys are declared (recipes/core/config), and ar
 `sbatch_script`.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -90,14 +89,8 @@ def record(
     of_job = {"job_id": job_id, "recipe": recipe, "arguments": arguments, "run_dir": real}
     digest = hashlib.sha256(text).hexdigest()
     write_description(run_dir, {**of_job, "script": digest, **more})
-    runs = os.path.realpath(f"{more.get('root')}/runs")
-    if "root" in more and not Path(real).is_relative_to(runs):
-        link = Path(runs) / "jobs" / job_id  # with which the job is found by its ID
-        link.parent.mkdir(parents=True, exist_ok=True)
-        # launch.py and the job may make it at the same time
-        with contextlib.suppress(FileExistsError):
-            link.unlink(missing_ok=True)
-            link.symlink_to(real)
+    if "root" in more:
+        directory.note_job(run_dir, job_id, Path(str(more["root"])))
 
 
 def write_description(run_dir: Path, description: Json) -> None:

@@ -58,6 +58,22 @@ def choose(run_dir: str, recipe: str, run_id: str | None, base: Path) -> Path:
     return source.home(base) / "runs" / recipe / (run_id or now)
 
 
+def note_job(run_dir: Path, job_id: str, repository: Path) -> None:
+    """Makes a link with which the run of a job is found by its ID, if it is outside the folder of
+    all runs.
+    """
+    runs = os.path.realpath(repository / "runs")
+    real = os.path.realpath(run_dir)
+    if Path(real).is_relative_to(runs):
+        return
+    link = Path(runs) / "jobs" / job_id
+    # A clone may be read-only. The submission and the job may make the link at the same time.
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(real)
+
+
 def read_status(run_dir: Path) -> files.Json:
     """The content of ``status.json``; {} before the run has begun, and for a file that
     `write_status` has not written.

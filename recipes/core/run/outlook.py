@@ -109,4 +109,7 @@ def without_run(job_id: str, root: Path) -> tuple[str, Path | None]:
     log = next(filter(os.path.isfile, logs), None)
     if log and (job is None or job.ended):
         return "the job has no run directory, or its run has a newer job", log
-    return f"the job has no run directory yet: {jobstate.describe(job)}" if job else "", None
+    if not job:
+        return "", None
+    problem = "has no run directory yet" if job.waiting else "has no known run directory"
+    return f"the job {problem}: {jobstate.describe(job)}", None

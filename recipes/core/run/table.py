@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from recipes.core import errors, files, trust
 from recipes.core.errors import InputError, printable
+from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, efficiency
 from recipes.core.run.record import Record
 
@@ -45,13 +46,16 @@ def last(folder: Path) -> list[Path]:
 
 def of_job(folder: Path, job: str) -> list[Path]:
     """The runs in ``folder`` of a job, all elements of an array included: by their names, else by
-    job.yaml, for those with run_dir=.
+    job.yaml, for those with run_dir=, or by their attempts, for those without a batch script.
     """
     names = {path: path.name for path in _inside(folder)}
     by_name = [path for path, name in names.items() if _is_of(name, job)]
     if by_name:
         return by_name
-    described = {path: files.read_json(path / "job.yaml") for path in names}
+    described = {
+        path: files.read_json(path / "job.yaml") or {"job_id": attempts.facts(path).get("job")}
+        for path in names
+    }
     # a ready script in an array of the user: %j in the name of the log is the element's own number
     log = f"-{job}.out"
     return [

@@ -41,6 +41,7 @@ from recipes.core.run import (
     logs,
     resumed,
     signals,
+    source,
     watchdog,
 )
 from recipes.core.run.entry import Start
@@ -236,6 +237,9 @@ def _open_on_rank_0(start: Start, world: World, run_dir: Path) -> tuple[str, boo
             raise InputError(problem)
         trust.own_folder(path / "logs", is_listed=False)  # it has a file of each rank
         trust.own_folder(path / "checkpoints")
+        job_id = attempt.facts()["job"]
+        if job_id:  # a batch script has noted it, but not a step that was typed
+            directory.note_job(run_dir, job_id, source.home(files.ROOT))
     status = directory.read_status(path)
     return str(run_dir), path != run_dir, attempt.number, status.get("state") == "done"
 

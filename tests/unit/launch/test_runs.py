@@ -194,7 +194,7 @@ def root(tmp_path: Path) -> Path:
     directory.write_status(
         element, "failed", attempt=0, step=3, reason="rank 0 on node1 failed first: no"
     )
-    for age, folder in enumerate((element, pending, done)):
+    for age, folder in enumerate((element, pending, done), 1):
         os.utime(folder, (time.time() - age, time.time() - age))
     return tmp_path
 
