@@ -166,7 +166,8 @@ def _expected(field: "dataclasses.Field[Any]", text: str) -> str:
         int: "must be a whole number",
         float: "must be a number",
     }
-    return known.get(kind, "must be text")
+    hint = f"; sweep.{field.name}= of launch.py starts a run for each value" if "," in text else ""
+    return known.get(kind, "must be text") + hint
 
 
 def plain(value: object) -> Any:

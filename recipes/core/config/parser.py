@@ -141,6 +141,8 @@ def _check_names(
             raise ConfigError(_misplaced(name, value))
         if name not in known:
             hint = declare.nearest(name, known) or recipe_class.hint
+            if with_job_keys and not hint:
+                hint = "; an option of sbatch goes into extra=, such as extra='--mem=64G'"
             rule = f"recipe {recipe} has no key '{shown(name)}'{hint}"
             raise ConfigError(f"{shown(name)}={shown(value)}: {rule}")
     for name in ("gpus_per_node", "ranks_per_node"):

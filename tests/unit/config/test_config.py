@@ -201,6 +201,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
     assert "did you mean 'epochs'" in refusal("epoch=1")
     assert "did you mean 'mnist'" in refusal("recipe=minst")
     assert "did you mean" not in refusal("zzzzzz=1")
+    assert refusal("mem=64G").endswith(
+        "an option of sbatch goes into extra=, such as extra='--mem=64G'"
+    )
+    hint = "; sweep.lr= of launch.py starts a run for each value"
+    assert refusal("lr=0.1,0.2") == f"lr=0.1,0.2: must be a number{hint}"
     assert "recipes/conf/NAME.py" in refusal("recipe=prepare")
 
 
