@@ -174,8 +174,8 @@ def _moments(
         moments.append((attempts.newest_heartbeat(attempt), before_failure))
         return [*moments, (over, "hang")]
     if is_running and attempt.has_begun:
-        moments.append((attempts.newest_heartbeat(attempt) + in_use.WATCH_S, "training"))
-        return [*moments, (over, "hang")]  # the run is lost
+        # if the run is lost, nothing is known after this moment
+        return [*moments, (attempts.newest_heartbeat(attempt) + in_use.WATCH_S, "training")]
     return [*moments, (over, before_end)]
 
 
