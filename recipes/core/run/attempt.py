@@ -185,7 +185,7 @@ def describe(
     requested = {
         "cpus": environment.cpus_on_node(environ),
         "memory_mb": environment.memory_mb(environ),
-        "gpus": environment.gpus_on_node(environ),
+        "gpus": environment.gpus_per_node(environ),
         "nodes": environment.num_nodes(environ),
     }
     content = {

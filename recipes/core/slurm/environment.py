@@ -125,6 +125,15 @@ def gpus_on_node(environ: Environ) -> int:
     return _decimal(environ, "SLURM_GPUS_ON_NODE") or 0
 
 
+def gpus_per_node(environ: Environ) -> float:
+    """Number of GPUs of the job on each node; the mean, with one GPU per task, if the nodes have
+    different numbers of tasks. Raises ConfigError.
+    """
+    tasks = hostlist.expand_counts(environ.get("SLURM_TASKS_PER_NODE") or "1")
+    granted = gpus_on_node(environ)
+    return sum(tasks) / len(tasks) if granted and len(set(tasks)) > 1 else granted
+
+
 def num_nodes(environ: Environ) -> int:
     """The number of nodes of the job."""
     return _decimal(environ, "SLURM_JOB_NUM_NODES") or 1

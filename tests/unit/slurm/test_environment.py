@@ -132,3 +132,12 @@ def test_the_tasks_of_a_node_are_added_in_a_step_that_does_not_have_them() -> No
     ):
         added = environment.with_tasks_per_node(environ, 2)
         assert added.get("SLURM_NTASKS_PER_NODE") == expected
+
+
+@pytest.mark.parametrize(
+    ("tasks", "gpus", "per_node"),
+    [("2,1", 2, 1.5), ("8(x2)", 8, 8), ("1(x2)", 8, 8), ("2,1", 0, 0)],
+)
+def test_gpus_per_node_of_nodes_that_differ(tasks: str, gpus: int, per_node: float) -> None:
+    environ = {"SLURM_TASKS_PER_NODE": tasks, "SLURM_GPUS_ON_NODE": str(gpus)}
+    assert environment.gpus_per_node(environ) == per_node
