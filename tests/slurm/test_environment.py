@@ -68,6 +68,7 @@ def test_each_node_unpacks_the_environment_once(
     assert place.parent == disk / f"recipes-{os.getuid()}"
     assert f"environment: {archive} is unpacked in {place} (" in logs[0]
     assert "is unpacked" not in logs[1]
+    assert "srun: error" not in logs[0]
     for node in ("node1", "node2"):
         kept = slurm.on_node(node, "ls", place.parent, check=True).stdout.split()
         assert [name for name in kept if name.startswith("environment")] == [place.name]

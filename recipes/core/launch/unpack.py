@@ -3,7 +3,7 @@
 Python looks for about 20,000 files until torch is imported, and a shared file system answers each
 question of each rank. An archive is one file, which Slurm copies from the first node to the others.
 
-python -m recipes.core.launch.unpack prepare FOLDER           status 1: it is not yet unpacked
+python -m recipes.core.launch.unpack prepare FOLDER           prints FOLDER if it does not exist
 python -m recipes.core.launch.unpack unpack FOLDER ARCHIVE    each runs once on each node
 """
 
@@ -77,9 +77,12 @@ def _folders() -> list[Path]:
 
 
 def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:
+    """Runs a step of `main` on each node of the job. Returns its exit status, or MISSING."""
     command = client.on_each_node(environ)
     command += [sys.executable, "-m", __name__, step, *map(str, paths)]
-    return subprocess.run(command, env=environ, cwd=files.ROOT).returncode
+    done = subprocess.run(command, env=environ, cwd=files.ROOT, stdout=subprocess.PIPE)
+    # srun prints an error line for each task with another status than 0
+    return done.returncode or MISSING * (os.fsencode(paths[0]) in done.stdout)
 
 
 def unpack(folder: Path, archive: Path) -> None:
@@ -106,7 +109,9 @@ def main(argv: list[str]) -> int:
     # nobody else may exchange what the ranks run
     trust.private_folder(Path(folder).parent, "set TMPDIR to a folder of your own")
     if step == "prepare":
-        return EXIT_DONE if Path(folder).exists() else MISSING
+        if not Path(folder).exists():
+            print(folder)
+        return EXIT_DONE
     archive = Path(archives[0])
     try:
         unpack(Path(folder), archive)

@@ -115,14 +115,17 @@ def test_a_node_that_refuses_the_folder_ends_the_job(
             unpack.on_all_nodes(str(archive), False, {"SLURM_JOB_ID": "7"})
 
 
-def test_a_planted_name_stops_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_name_stops_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     archive = tmp_path / "environment.tar"
     with tarfile.open(archive, "w") as file:
         file.add(__file__, unpack.PYTHON)
 
     def on_this_node(environ: Any, *words: Any) -> int:
         try:
-            return unpack.main([*map(str, words)])
+            status = unpack.main([*map(str, words)])
+            return status or unpack.MISSING * bool(capsys.readouterr().out)
         except MachineError:
             return EXIT_MACHINE
 
