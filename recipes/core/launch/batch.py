@@ -151,11 +151,14 @@ def _resolve(
     image = container.of_job(settings, environ)
     step, inside = container.step(image, code, environ) if image else ([], [])
     if settings.run.environment:
-        python = unpack.on_all_nodes(settings.run.environment, bool(image), environ)
-        inside = ["env", "-C", str(code), python]
+        unpacked = unpack.on_all_nodes(settings.run.environment, bool(image), environ)
+        inside = ["env", "-C", str(code), unpacked]
     by_clock = _is_by_clock(settings, job)
     if by_clock and job.left_s:
         exported |= environment.with_end_time(time.time() + job.left_s)
+    if by_clock:  # the signal may reach a rank before Python can block it
+        python = inside or ["env", "-C", str(code), sys.executable]
+        inside = ["sh", "-c", 'trap "" USR2; exec "$@"', "sh", *python]
     variables = profiles.env_variables(settings.run.network, settings.job.cluster)
     words = tuple(key_value.words_of(settings.typed))
     spec = Spec(settings, words, variables, tuple(step), tuple(inside), by_clock)

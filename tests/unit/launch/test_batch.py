@@ -186,6 +186,9 @@ def test_a_job_of_a_few_minutes_stops_by_the_clock(
     stub_scontrol(stubs, f"{RUNNING} TimeLimit={limit} RunTime=00:00:01")
     lines = begin(tmp_path, *words)
     assert spec_in(lines).by_clock == expected
+    if expected:
+        early = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
+        subprocess.run([*spec_in(lines).inside, "-c", early], check=True)
     start = "export SLURM_JOB_END_TIME="
     ends = [int(line.removeprefix(start)) for line in lines if line.startswith(start)]
     assert len(ends) == expected
