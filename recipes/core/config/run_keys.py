@@ -142,10 +142,12 @@ class RunKeys:
                 "backend=nccl: requires GPUs, but device=cpu is given; "
                 "leave backend= out, or give backend=gloo"
             )
-        if self.spare and not self.restarts:
-            raise ConfigError(
-                f"spare={self.spare}: is used only by a restart: give restarts=1 or more"
-            )
+        for name in ("spare", "min_nodes"):
+            if getattr(self, name) and not self.restarts:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: is used only by a restart: "
+                    "give restarts=1 or more"
+                )
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,13 @@ def test_a_program_gains_by_the_files_that_it_saves(tmp_path: Path, bad_nodes: s
     assert planned(tmp_path, "restarts=9").attempt
 
 
-def test_spare_nodes_without_restarts_are_refused(tmp_path: Path) -> None:
-    line = r"^spare=1: is used only by a restart: give restarts=1 or more$"
+@pytest.mark.parametrize("word", ["spare=1", "min_nodes=1"])
+def test_spare_nodes_and_fewer_nodes_without_restarts_are_refused(
+    tmp_path: Path, word: str
+) -> None:
+    line = rf"^{word}: is used only by a restart: give restarts=1 or more$"
     with pytest.raises(ConfigError, match=line):
-        spec_of(tmp_path, "spare=1")
+        spec_of(tmp_path, word)
 
 
 def test_spare_nodes_must_be_there(tmp_path: Path) -> None:
