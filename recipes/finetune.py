@@ -114,6 +114,7 @@ def main(cfg: Config, run: Run) -> Results:
     train_set = labelled.Pictures(*train_part, train_transform)
     val_set = labelled.Pictures(*val_part, val_transform)
     classes = train_set.source.classes
+    scores.require_class(cfg.best_metric, classes)
     counts = f"{len(train_set):,} training images and {len(val_set):,} validation images"
     run.say(f"{counts} in {len(classes)} classes")
     if not cfg.multi_label:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from recipes.core.errors import Stopped
+from recipes.core.config import declare
+from recipes.core.errors import InputError, Stopped, shown
 from recipes.core.run import watchdog
 from recipes.core.train import sharding
 from recipes.core.train.run import Run
@@ -20,6 +21,7 @@ Pairs = Iterable[tuple[Tensor, Tensor]]  # of logits and labels, or of others, f
 Answers = Callable[[nn.Module], Pairs]
 # classes; a larger confusion matrix is not counted, since its size is their square
 LARGEST_MATRIX = 50
+OF_CLASS = ("val_f1_", "val_precision_", "val_recall_")
 CLASSES_AT_ONCE = 64  # of which a rank holds the logits of all samples
 
 
@@ -162,6 +164,17 @@ def of_counts(counts: Tensor) -> dict[str, Any]:
     }
 
 
+def require_class(metric: str, names: Sequence[str]) -> None:
+    """Raises InputError if ``best_metric`` is the score of a class that is not in ``names``."""
+    for kind in OF_CLASS:
+        name = metric.removeprefix(kind)
+        if name not in (metric, *names):
+            raise InputError(
+                f"best_metric={shown(metric)}: must end with the name of a class, such as "
+                f"'{shown(names[0])}'{declare.nearest(name, names)}"
+            )
+
+
 def of_one(run: Run, names: Sequence[str], counts: Tensor) -> dict[str, float]:
     """The F1, precision or recall of a class if ``best_metric`` is its name, such as
     ``val_f1_cat``; 0 if it is undefined. names: of the classes. counts: as for `of_counts`.
@@ -170,14 +183,10 @@ def of_one(run: Run, names: Sequence[str], counts: Tensor) -> dict[str, float]:
         return {}
     metric = run.settings.config.best_metric
     hits, labels, predicted = counts.double()
-    scores = {
-        "val_f1_": 2 * hits / (labels + predicted),
-        "val_precision_": hits / predicted,
-        "val_recall_": hits / labels,
-    }
+    scores = (2 * hits / (labels + predicted), hits / predicted, hits / labels)
     return {
         kind + name: float(value.nan_to_num())
-        for kind, values in scores.items()
+        for kind, values in zip(OF_CLASS, scores, strict=True)
         for name, value in zip(names, values, strict=True)
         if kind + name == metric
     }

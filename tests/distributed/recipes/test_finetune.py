@@ -18,7 +18,7 @@ from recipes import finetune
 from recipes.conf.finetune import Config
 from recipes.core.data import labelled
 from recipes.core.data.image_sets import Fake
-from recipes.core.errors import ConfigError
+from recipes.core.errors import ConfigError, InputError
 from recipes.core.train import models, optimisation
 from tests import helpers, states
 from tests.distributed import one_rank
@@ -73,6 +73,13 @@ def test_the_images_are_those_of_the_folder_normalised(train: Any, photographs: 
     assert sum(map(sum, results["val_confusion"])) == results["val_samples"] == 6
     assert {"val_top1", "val_f1", "val_recall"} <= results.keys()
     assert "val_top5" not in results
+
+
+def test_a_best_metric_of_an_unknown_class_is_refused_before_the_training(train: Any) -> None:
+    assert "val_f1_green" in train("epochs=1", "best_metric=val_f1_green").results
+    line = "must end with the name of a class, such as 'blue'; did you mean 'green'"
+    with pytest.raises(InputError, match=f"^best_metric=val_f1_gren: {line}"):
+        train("best_metric=val_f1_gren")
 
 
 def test_several_labels_are_scored_by_average_precision(train: Any, photographs: Path) -> None:
