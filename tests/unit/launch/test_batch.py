@@ -632,6 +632,26 @@ def test_a_hang_for_which_a_restart_has_requeued_the_job_is_not_requeued_again(
     assert stubs.calls("scontrol") == []
 
 
+def test_an_evaluation_of_a_run_has_its_own_attempts_and_the_bad_nodes_of_the_job(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub_scontrol(stubs)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()
+    lines = begin(tmp_path, "evaluate=true", "restarts=1")
+    attempt = attempts.newest(run_dir / "evaluation")
+    assert attempts.newest(run_dir) is None
+    planned: list[object] = []
+    plan = lambda *of: (planned.append(of[3]), restart.Restart(""))[1]  # noqa: E731
+    monkeypatch.setattr(batch.restart, "plan", plan)
+    monkeypatch.setattr(batch.examination, "requeues", lambda place, _: planned.append(place) or 0)
+    exported = dict(line.split(" ", 1)[1].split("=", 1) for line in lines if "export " in line)
+    assert exported[attempts.VARIABLE] == str(attempt.folder)
+    batch.step_ended("mnist", 1, {"SLURM_JOB_ID": "7", **exported})
+    assert planned == [run_dir, run_dir]
+
+
 def test_a_signal_to_a_batch_shell_without_an_attempt_is_no_error() -> None:
     assert batch.ask_to_stop("script", "USR1", {}) == 0
 
@@ -707,7 +727,8 @@ def test_a_ready_script_is_submitted_again_with_its_site_and_container(
     stub_scontrol(stubs)
     stubs.add("apptainer", "")
     site = {"RECIPES_CLUSTER": "example", "RECIPES_CONTAINER": "docker://x"}
-    site["RECIPES_SNAPSHOT"] = "false"
+    site |= {"RECIPES_CONTAINER_RUNTIME": "apptainer", "RECIPES_CONTAINER_MOUNTS": "/m"}
+    site |= {"RECIPES_DATA": "/d", "RECIPES_SNAPSHOT": "false"}
     with monkeypatch.context() as in_job:
         for name, value in site.items():
             in_job.setenv(name, value)

@@ -15,6 +15,7 @@ from recipes.core import errors
 from recipes.core.errors import MachineError
 from recipes.core.launch import bad_nodes, checks, cli, local, submit
 from recipes.core.run import command_line
+from recipes.core.run.dryrun import Found
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
@@ -35,6 +36,7 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     stubs.add("scontrol", "[ $SLURM_CLUSTERS = far ] && echo JobId=7 JobState=FAILED ExitCode=3:0")
     monkeypatch.setenv("SLURM_NTASKS", "9")  # launch.py runs in another allocation
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
+    monkeypatch.setenv("RECIPES_DATA", "other")
     # so that what launch.py sets is undone at the end of the test
     monkeypatch.setenv("SLURM_CLUSTERS", "x")
     monkeypatch.delenv("SLURM_CLUSTERS")
@@ -51,8 +53,10 @@ def test_a_submission_takes_a_snapshot_and_prints_its_paths(
     ]
     [copy] = (tmp_path / "runs/code").iterdir()
     assert (copy / "recipes/toy.py").read_text() == "as submitted"
-    arguments = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())["arguments"]
-    assert arguments == [f"data_dir={tmp_path}/here/d", *words[2:]]
+    described = json.loads((tmp_path / "runs/mnist/7/job.yaml").read_text())
+    assert described["arguments"] == [f"data_dir={tmp_path}/here/d", *words[2:]]
+    assert described["code"] == str(copy)
+    assert described["variables"]["RECIPES_DATA"] == f"{tmp_path}/here/other"
     script = tmp_path / "runs/mnist/7/job.sh"
     assert "--exclude" not in script.read_text()
     exported = {f"export RECIPES_CODE={copy}", f"export RECIPES_PYTHON={sys.executable}"}
@@ -137,6 +141,7 @@ def test_a_job_whose_data_is_missing_is_not_submitted(
         ("", None, 0),
         ("start", errors.InputError("x"), 2),
         ("start", errors.RunError("x"), 1),
+        ("memory", errors.ConfigError("x"), 2),
         ("disk_space", MachineError("x"), 3),
         ("expected_start", MachineError("x"), 3),
     ],
@@ -148,15 +153,16 @@ def test_check_returns_the_status_of_the_failed_part(
     error: Exception,
     status: int,
 ) -> None:
-    for name in ("start", "disk_space", "expected_start"):
+    for name in ("start", "memory", "disk_space", "expected_start"):
 
-        def answer(*arguments: Any, name: str = name) -> str:
+        def answer(*arguments: Any, name: str = name) -> Found:
             if name == failing:
                 raise error
-            return "fine"
+            return Found(rank_bytes=1)
 
         monkeypatch.setattr(checks, name, answer)
-    assert launch.main(["check", "recipe=mnist", "nodes=2", "gpus_per_node=8"]) == status
+    words = ["recipe=mnist", "nodes=2", "gpus_per_node=8", "gpu_memory_gb=1"]
+    assert launch.main(["check", *words]) == status
     output = capsys.readouterr()
     assert output.out.startswith("keys:   ok: mnist, 16 ranks\n")
     assert output.out.endswith("nothing was submitted\n")
@@ -215,10 +221,10 @@ def test_local_reports_keys_without_effect(
     words = ["recipe=mnist", "launcher=local", "device=cpu", f"run_dir={tmp_path}/r"]
     assert launch.main([*words, "ranks_per_node=2", "epochs=1"]) == 0
     assert capsys.readouterr().err == ""
-    unused = ["partition=gpu", "doctor=true", "container=docker://x"]
+    unused = ["partition=gpu", "doctor=true", "restarts=1", "container=docker://x"]
     assert launch.main([*words, *unused, "epochs=1"]) == 0
-    line = "launch.py: launcher=local does not use partition=, doctor=, container=docker://x\n"
-    assert capsys.readouterr().err == line
+    names = "partition=, doctor=, restarts=, container=docker://x"
+    assert capsys.readouterr().err == f"launch.py: launcher=local does not use {names}\n"
 
 
 def test_the_second_machine_creates_no_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,11 @@ def test_paths_are_relative_to_the_folder_of_the_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/x.sif").touch()
     monkeypatch.chdir(tmp_path / "sub")
-    job = describe("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt")
+    paths = ("data_dir=d", "run_dir=../r", "network=infiniband", "resume=c.pt")
+    job = describe(*paths, "container=x.sif")
+    assert job.variables["RECIPES_CONTAINER"] == f"{tmp_path}/sub/x.sif"
     assert job.arguments == (
         f"data_dir={tmp_path}/sub/d",
         f"run_dir={tmp_path}/r",

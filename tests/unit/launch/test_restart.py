@@ -155,6 +155,16 @@ def test_a_program_gains_by_the_files_that_it_saves(tmp_path: Path, bad_nodes: s
     assert planned(tmp_path, "restarts=9").attempt
 
 
+def test_without_a_verdict_of_the_doctor_only_silent_nodes_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed(tmp_path)
+    monkeypatch.setattr(restart.client, "silent_nodes", lambda nodes: {"node4"})
+    monkeypatch.setattr(restart.examination, "examine_nodes", lambda *of: {})
+    options = planned(tmp_path, "restarts=1", "min_nodes=1").options
+    assert "--nodelist=node1,node2,node3" in options
+
+
 @pytest.mark.parametrize("word", ["spare=1", "min_nodes=1"])
 def test_spare_nodes_and_fewer_nodes_without_restarts_are_refused(
     tmp_path: Path, word: str

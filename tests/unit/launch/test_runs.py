@@ -29,7 +29,7 @@ from recipes.core.slurm.client import Line
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs
 
-PENDING = Line("PENDING", "2026-11-26T12:00:00", "", None, False, "Resources")
+PENDING = Line("PENDING", "2026-11-26T12:00:00", "", 7200.0, False, "Resources")
 RUNNING = Line("RUNNING", "", "node[1-2]", 3600.0, False, "")
 
 
@@ -212,6 +212,7 @@ def test_a_run_is_read_from_its_files_and_the_queue(root: Path) -> None:
     assert pending.state == "pending"
     assert pending.job == "12"
     assert pending.step == 0
+    assert pending.left_s is None
     assert pending.recipe == "mnist"
     assert failed.step == 3
     assert failed.steps == 20
@@ -280,6 +281,16 @@ def test_a_narrow_terminal_shows_whole_names_and_notes(
     )
 
 
+def test_the_age_of_a_run_and_the_time_left_are_in_their_largest_unit(root: Path) -> None:
+    run = runs.read(begun(root / "runs/mnist/18"), {"18": RUNNING})
+    assert run.updated
+    head, line = run_commands.lines_of([run], run.updated + 172_800.0)
+    cells = dict(zip(head.split(), line.split(), strict=True))
+    assert (cells["age"], cells["left"]) == ("2d", "1h")
+    with pytest.raises(InputError, match="compare: give at least two runs"):
+        run_commands.compare([root / "runs/mnist/18"], {})
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
@@ -304,7 +315,7 @@ def test_a_run_with_its_own_run_dir_is_found_by_its_job(
     (tmp_path / "shared/12/attempts").mkdir(parents=True)  # another user may have made it
     monkeypatch.chdir(tmp_path / "shared")
     assert [path.name for path in runs.find(["12"], root)] == ["mine"]
-    assert [path.name for path in runs.find(["12", "11"], root)] == ["mine", "11"]
+    assert [path.name for path in runs.find(["12", "11", "12"], root)] == ["mine", "11"]
     with pytest.raises(InputError, match="98: no run was found"):
         runs.find(["11", "98"], root)
     with pytest.raises(InputError, match="--faild: must be one of --json, --failed, --sort"):
@@ -361,6 +372,8 @@ def test_a_run_outside_runs_is_found_by_its_job(
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "run"
     jobs.record(elsewhere, b"", "14", "mnist", [], root=str(root))
+    # Slurm has given this ID before
+    jobs.record(elsewhere.with_name("old"), b"", "15", "mnist", [], root=str(root))
     jobs.record(elsewhere, b"", "15", "mnist", [], root=str(root))  # submitted again
     jobs.record(root / "runs/mnist/16", b"", "16", "mnist", [], root=str(root))
     assert runs.find(["15"], root) == [elsewhere]
@@ -404,7 +417,8 @@ def test_a_copy_of_a_run_is_not_the_run(root: Path) -> None:
     original = begun(root / "runs/mnist/17", job="17")
     copy = shutil.copytree(original, root / "runs/mnist/copy")
     running = {"17": RUNNING}
-    assert runs.read(original, running).state == "running"
+    of_original = runs.read(original, running)
+    assert (of_original.state, of_original.nodes) == ("running", "node[1-2]")
     of_copy = runs.read(copy, running)
     assert of_copy.state == "lost"
     assert of_copy.job == ""
@@ -459,6 +473,8 @@ def test_the_table_is_json_sorted_or_only_of_what_has_failed(
     assert first.split()[1:3] == ["unknown", "0"]
     assert second.split()[1:3] == ["failed", "3/20"]
     assert third.split()[1:3] == ["done", "20/20"]
+    run_commands.show(["--sort=samples_per_second"], root)  # which only one of them has
+    assert capsys.readouterr().out.splitlines()[1].split()[1] == "done"
     run_commands.show(["--sort=note"], root)  # a run that is done has none
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == ["done", "unknown", "failed"]
@@ -490,7 +506,8 @@ def test_the_ledger_has_a_line_for_each_run_and_their_sum(
         attempts.begin(attempts.open_next(folder, "mnist", {}), 0, own=False)
         directory.write_status(folder, "done", attempt=0, step=1)
         saved = {"seconds": seconds, "gpu_hours_lost": {"queue": 0.5 * hours}}
-        files.write_json(folder / "summary.json", {"ledger": saved})
+        summary = {"ledger": saved, "efficiency": "use more CPUs"}
+        files.write_json(folder / "summary.json", summary)
     assert run_commands.command(["runs", "--ledger", str(root / "runs/new")], root, {}) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "time", "effective", "queue", "training", "GPU-hours", "lost"]
@@ -499,7 +516,8 @@ def test_the_ledger_has_a_line_for_each_run_and_their_sum(
     run_commands.command(["runs", "--ledger", "--json", str(root / "runs/new/a")], root, {})
     run, whole = map(json.loads, capsys.readouterr().out.splitlines())
     assert run["wall_s"] == whole["wall_s"] == 3600.0
-    assert runs.read(root / "runs/new/a", None).effective == 0.5
+    of_a = runs.read(root / "runs/new/a", None)
+    assert (of_a.effective, of_a.note) == (0.5, "use more CPUs")
 
 
 def test_a_local_run_is_asked_to_save(root: Path) -> None:
@@ -590,13 +608,18 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     assert "lr=1" not in words
 
 
-def test_a_resume_of_several_runs_says_if_none_can_be_resumed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resume_of_several_runs_leaves_out_those_that_are_done_or_unknown(
+    root: Path, stubs: Stubs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", "/nosuch")  # no Slurm
+    jobs.record(root / "runs/mnist/13_1", b"#!/bin/bash\n", "13_1", "mnist", [], root=str(root))
+    stubs.add("squeue", "exit 1")
+    stubs.add("sbatch", "echo 21")
     line = "^resume: none of these runs was stopped or has failed: name one of them$"
     with pytest.raises(InputError, match=line):
         run_commands.command(["resume", "11", "12"], root, {})
+    assert run_commands.command(["resume", "11", "12", "13"], root, {}) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == f"{root}/runs/mnist/13_1: submitted as job 21_1"
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -604,6 +627,7 @@ def test_an_element_of_an_array_is_resumed_alone(root: Path, stubs: Stubs, begin
     """The job may begin before its number is noted. Then it has written job.yaml itself."""
     folder = root / "runs/mnist/13_1"
     jobs.record(folder, b"#!/bin/bash\n", "13_1", "mnist", ["lr=1"], root=str(root))
+    folder = folder.rename(root / "runs/mnist/moved")
     begin = f'echo \'{{"job_id": "21_1", "by": "begin"}}\' > {folder}/job.yaml'
     stubs.add("sbatch", f"{begin if begins else 'true'}; echo 21")
     stubs.add("scontrol", "")
@@ -612,10 +636,13 @@ def test_an_element_of_an_array_is_resumed_alone(root: Path, stubs: Stubs, begin
     described = files.read_json(folder / "job.yaml")
     assert described["job_id"] == "21_1"
     assert described.get("arguments") == (None if begins else ["lr=2"])
+    assert described.get("run_dir") == (None if begins else str(folder))
 
 
-def test_a_cancel_of_several_runs_fails_if_one_cannot_be_read() -> None:
+def test_a_cancel_of_several_runs_fails_if_one_cannot_be_read_or_cancelled(root: Path) -> None:
     assert run_commands.cancel_all([Path("damaged")], []) == 3
+    folders = [begun(root / "runs/mnist/18", cluster="there"), root / "runs/mnist/11"]
+    assert run_commands.cancel_all(folders, [runs.read(each, {}, "here") for each in folders]) == 3
 
 
 def test_a_run_whose_snapshot_was_removed_is_not_submitted(root: Path, stubs: Stubs) -> None:

@@ -71,7 +71,7 @@ def submitted(words: list[str], tmp_path: Path) -> list[list[str]]:
 def test_a_job_for_each_size_with_the_same_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = submitted(["recipe=toy", "nodes=4,1,2", "max_steps=9"], tmp_path)
+    jobs = submitted(["recipe=toy", "nodes=4,1,2,1", "max_steps=9"], tmp_path)
     assert [job[:-1] for job in jobs] == [
         ["recipe=toy", "max_steps=9", f"nodes={n}"] for n in (1, 2, 4)
     ]
@@ -88,6 +88,12 @@ def test_a_job_for_each_size_with_the_same_work(
     assert "global_batch_size=128" in weak[1]
 
 
+def test_a_size_that_slurm_refuses_ends_the_command(tmp_path: Path) -> None:
+    statuses = iter((0, 3))
+    words = ["recipe=toy", "nodes=1,2,4"]
+    assert scale.scale(words, tmp_path, lambda *words: next(statuses), {}) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -95,6 +101,7 @@ def test_a_job_for_each_size_with_the_same_work(
         (["recipe=toy", "runs"], "give recipe=NAME nodes=1,2,4"),
         (["recipe=toy", "nodes=1,x"], "nodes='1,x'|nodes=1,x: must be numbers"),
         (["recipe=toy", "nodes=1", "run_dir=x"], "run_dir= is chosen"),
+        (["recipe=toy", "nodes=1", "launcher=local"], "launcher=local is not supported"),
         (["recipe=toy", "nodes=1", "weak=1"], "weak=1: must be true or false"),
         (["runs", "weak=true"], "weak= with a run is for a prediction: give link= and ranks="),
         (["runs", "more", "link=x", "ranks=4"], "link= predicts from one run: give one run"),
@@ -110,11 +117,11 @@ def test_invalid_words_are_refused(words: list[str], error: str, tmp_path: Path)
 def test_the_table_of_runs_and_a_prediction_from_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two = run(tmp_path / "two", 2, 100.0)
+    two = run(tmp_path / "two", 2, 100.0, num_nodes=4)
     six = run(tmp_path / "six", 6, 150.0)
     assert submitted([str(six), str(two)], tmp_path) == []
     _, first, second = capsys.readouterr().out.splitlines()
-    assert first.split() == ["2", "1", "100", "1000", "100.0", "100%"]
+    assert first.split() == ["2", "4", "100", "1000", "100.0", "100%"]
     assert second.split() == ["6", "3", "100", "666.7", "150.0", "50%"]
     # Each of two ranks works 0.4 s for 100 samples; the ring takes 6 x 6 us + 1.5 x 4 MB / 2 GB/s
     # on four ranks.
@@ -134,6 +141,8 @@ def test_two_thirds_of_forward_and_backward_hide_communication_on_a_gpu(tmp_path
 
 
 def test_a_run_that_lacks_figures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give a run with strategy=ddp"):
+        scale.read(run(tmp_path / "c", 2, 100.0, strategy="fsdp"))
     with pytest.raises(InputError, match="not a finished training"):
         scale.read(run(tmp_path / "a", 1, 100.0, parameters=None))
     with pytest.raises(

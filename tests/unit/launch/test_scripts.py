@@ -173,7 +173,10 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         ("gpus=6", "device=cpu"),
         {"--nodes": "1-6", "--ntasks": "6", "--gpus-per-task": None, "--gpus-per-node": None},
     ),
-    (("gpus_per_node=4", "gpu_type=a100"), {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"}),
+    (
+        ("gpus_per_node=4", "ranks_per_node=4", "gpu_type=a100"),
+        {"--ntasks-per-node": "4", "--gpus-per-node": "a100:4"},
+    ),
     (("gpus=10", "gpu_type=a100"), {"--ntasks": "10", "--gpus-per-task": "a100:1"}),
     (("recipe=imagenet", "device=cpu", "cpu_threads=4", "num_workers=3"), {"--cpus-per-task": "7"}),
     (("recipe=imagenet", "device=cpu"), {"--cpus-per-task": "7"}),

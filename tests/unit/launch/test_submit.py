@@ -11,6 +11,7 @@ from submitit.core.utils import DelayedSubmission
 from recipes.core import files, trust
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks, submit
+from tests import helpers
 from tests.unit.launch.stand_ins import Stubs, describe
 
 
@@ -143,6 +144,15 @@ def test_a_run_directory_that_cannot_be_written_is_reported_with_the_job(
         submit.submit(describe(root=tmp_path), sys.executable, "")
 
 
+def test_the_run_of_an_earlier_job_with_this_id_keeps_its_description(
+    tmp_path: Path, stubs: Stubs
+) -> None:
+    earlier = helpers.attempt(tmp_path / "runs/mnist/7").run_dir
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    submit.submit(describe(root=tmp_path), sys.executable, "")
+    assert not (earlier / "job.yaml").exists()
+
+
 def test_a_full_disk_for_job_files_is_reported(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,9 +200,11 @@ def test_a_job_that_slurm_has_accepted_though_sbatch_failed_is_cancelled(
 def test_each_run_of_a_sweep_has_its_own_run_directory(tmp_path: Path, stubs: Stubs) -> None:
     (tmp_path / "runs").mkdir()
     stubs.add("sbatch", "echo Submitted batch job 7")
-    job = describe(f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", "epochs=3", root=tmp_path)
+    words = [f"run_dir={tmp_path}/s/r", "sweep.lr=0.1,0.2", "epochs=3", "extra=--comment=mine"]
+    job = describe(*words, root=tmp_path)
     folders = [run.run_dir for run in submit.submit(job, sys.executable, f"{tmp_path}/s/r")]
     assert folders == [tmp_path / "s/r/0", tmp_path / "s/r/1"]
+    assert "#SBATCH --comment=mine\n" in (folders[1] / "job.sh").read_text()
     noted = [json.loads((folder / "job.yaml").read_text())["arguments"] for folder in folders]
     assert noted == [
         ["epochs=3", f"lr=0.{number}", f"run_dir={tmp_path}/s/r/{number - 1}"] for number in (1, 2)

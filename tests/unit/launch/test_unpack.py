@@ -137,6 +137,8 @@ def test_a_planted_name_stops_no_job(
     python = unpack.on_all_nodes(str(archive), False, job)
     assert Path(python).exists()
     assert unpack.on_all_nodes(str(archive), False, job) == python
+    os.utime(archive, (1, 1))  # it was packed again
+    assert unpack.on_all_nodes(str(archive), False, job) != python
 
 
 def test_a_task_on_each_node_starts_in_the_folder_of_the_code() -> None:

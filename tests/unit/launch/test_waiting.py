@@ -1,5 +1,6 @@
 """wait=true: waiting for a job, and the exit status that it returns."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests import helpers
         ("COMPLETED", 0, "", 1),
         ("FAILED", 3, "", 3),
         ("FAILED", 75, "preempted", 75),
+        ("CANCELLED", 0, "preempted", 75),
         ("FAILED", 143, "done", 1),
         ("", 0, "done", 0),
         ("", 0, "", 1),
@@ -34,7 +36,10 @@ def test_waiting_returns_the_jobs_exit_status(
     left: str,
     expected: int,
 ) -> None:
-    states = iter([("PENDING", 0), None, None, ("RUNNING", 0), ("COMPLETING", 0), (state, code)])
+    outages = [None, None, ("RUNNING", 0), None]
+    hours = [("RUNNING", 0)] * 30
+    states = iter([*[("PENDING", 0)] * 2, *outages, *hours, ("COMPLETING", 0), (state, code)])
+    pauses: list[float] = []
 
     def ask(job: str) -> jobstate.Job | None:
         answer = next(states)
@@ -44,7 +49,7 @@ def test_waiting_returns_the_jobs_exit_status(
         return jobstate.Job(job, word, "", status, 0) if word else None
 
     monkeypatch.setattr(client, "find", ask)
-    monkeypatch.setattr(submit.time, "sleep", lambda s: None)
+    monkeypatch.setattr(submit.time, "sleep", pauses.append)
     job = "7" if left else "71"  # its run directory may hold an older run's end
     run_dir = tmp_path if state else tmp_path / directory.EVALUATION
     number = helpers.attempt(run_dir, launch=f"{job}.0").number
@@ -53,8 +58,11 @@ def test_waiting_returns_the_jobs_exit_status(
     assert submit.wait([submit.Submitted("7", tmp_path, tmp_path / "log")]) == expected
     output = capsys.readouterr()
     assert output.out.count("rank 0's words") == 1
-    assert output.err.count("asking Slurm again") == 1
-    assert ("job 7: stopped" in output.err) == (left == "preempted")
+    assert output.out.count("job 7 is pending") == 1
+    assert output.err.count("asking Slurm again") == 2
+    is_stopped = left == "preempted" and state != "CANCELLED"
+    assert ("job 7: stopped" in output.err) == is_stopped
+    assert max(pauses) == 5.0
 
 
 def test_an_unmet_dependency_ends_the_wait(
@@ -74,8 +82,15 @@ def test_an_unmet_dependency_ends_the_wait(
 
 def test_a_sweep_returns_its_first_nonzero_status(monkeypatch: pytest.MonkeyPatch) -> None:
     run = submit.Submitted("7", Path("/r"), Path("/l"))
-    for codes, expected in (((0, 3, 1), 3), ((0, 0), 0)):
+    shown: list[bool] = []
+    for codes, expected in (((0, 1, 3), 1), ((0, 0), 0)):
         ends = iter(codes)
-        monkeypatch.setattr(submit, "_wait", lambda *_, ends=ends, **__: next(ends))
+
+        def wait(run: submit.Submitted, show: bool, ends: Iterator[int] = ends) -> int:
+            shown.append(show)
+            return next(ends)
+
+        monkeypatch.setattr(submit, "_wait", wait)
         assert submit.wait([run] * len(codes)) == expected
         assert not list(ends)  # it has waited for all
+    assert not any(shown)  # their logs would be mixed
