@@ -187,6 +187,8 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
 ) -> None:
     folder = tmp_path / "reports"
     ended = list[str]()
+    training = helpers.attempt(tmp_path / "training", step=None)  # with doctor=true
+    monkeypatch.setenv(attempts.VARIABLE, str(training.folder))
     monkeypatch.setattr("recipes.core.doctor.examine.LEAVE_S", 0.0)
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "7")
@@ -205,6 +207,7 @@ def test_a_node_without_a_final_report_is_judged_by_its_first_or_named_as_silent
     assert third["what"].startswith("did not answer: it ")
     assert verdict["exclude"] == ["node2"]  # the name of the other one is unknown
     assert ended == ["7.7"]  # srun would wait for the other one
+    assert attempts.records(training) == []  # its batch script decides
 
 
 def test_two_nodes_measure_and_are_judged(
@@ -306,6 +309,7 @@ def test_if_node_0_hangs_the_next_one_gives_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "reports"
+    written(folder, Stage.listening, report(0))
     written(folder, Stage.final, report(1), report(2))
     assert _stand_by(Reports(folder, 2), place(2, 3), tmp_path, 0, time.monotonic() + 0.5) == 0
     assert capsys.readouterr().out == ""

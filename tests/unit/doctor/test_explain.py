@@ -328,13 +328,18 @@ def test_logs_of_ranks_that_the_newest_attempt_does_not_have_are_not_read(
 ) -> None:
     """A restart with min_nodes=, or a resumed run, may have fewer ranks."""
     run = run_directory(tmp_path, "failed", "rank 1 on a failed first: x", 1, "a", Kind.error)
-    (run / "logs/rank2.log").write_text("CUDA out of memory\n")
+    texts = ("Stale file handle\n", "step 3\n", "CUDA out of memory\n")
+    for rank, text in enumerate(texts):
+        (run / f"logs/rank{rank}.log").write_text(text)
     assert any("CUDA out of memory" in line for line in of_run(run, Answers({"1": None})))
     hosts = [] if of_program else ["a", "a"]
     newest = helpers.attempt(run, launch="1.1", job="1", hosts=hosts)
-    for rank in (0, 1) if of_program else ():
-        attempts.note_rank(newest, rank, rank, "a", None)
-    assert of_run(run, Answers({"1": None})) == ["rank 1 on a failed first: x"]
+    if of_program:  # rank 0 has not begun
+        attempts.note_rank(newest, 1, 1, "a", None)
+    lines = of_run(run, Answers({"1": None}))
+    assert not any("CUDA out of memory" in line for line in lines)
+    assert lines[3] == "  logs/rank0.log: Stale file handle"
+    assert lines[4:] == ["logs/rank1.log ends:", "  | step 3"]  # of the rank that failed first
 
 
 def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
@@ -353,6 +358,10 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     files.write_json(run / "job.yaml", {"job_id": "1"})
     # Slurm names it too
     assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", error_log=str(log))}))
+    earlier = {"job_id": "9", "log": str(log)}
+    files.write_json(run / "job.yaml", directory.marked(run, earlier))
+    helpers.attempt(run, job="1", step=None)
+    assert f"{log} ends:" not in of_run(run, Answers({"1": job("FAILED"), "9": None}))
 
 
 def test_a_job_without_a_run_directory_is_explained_by_its_log(
@@ -403,5 +412,6 @@ def test_the_duration_of_each_restart_is_shown(tmp_path: Path) -> None:
     files.write_json(first.folder / "ended.json", {"time": 14.0})
     second = helpers.attempt(run_dir, step=None, time=20.0)
     files.write_json(second.folder / attempts.RESTART, {"excluded": []})
+    helpers.attempt(run_dir, launch="2.0", step=None)  # of another job
     line = "attempt 1 was started again in 12.0 s: detection 2.0 s, teardown 4.0 s, examination"
     assert f"{line} 6.0 s" in explain([run_dir], NO_SLURM)

@@ -27,7 +27,7 @@ def said(tmp_path: Path, **files: str) -> list[str]:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_line_with_a_text_of_a_pattern_is_explained(tmp_path: Path, pattern: Pattern) -> None:
     for text in pattern.texts.split(" | "):
-        lines = said(tmp_path, job__out=f"epoch 1  step 1  loss 2.3008\nnode1: x {text} y\nbye\n")
+        lines = said(tmp_path, job__out=f"epoch 1  step 1\nnode1: x {text} y\nnode2: x {text} y\n")
         named = f"{pattern.level.name}: {pattern.name} (1 file): {pattern.means}"
         assert lines[1:4] == [named, f"  do: {pattern.fix}", f"  job.out: node1: x {text} y"]
         assert lines[4] == "job.out ends:"  # no other pattern
@@ -83,7 +83,7 @@ waiting for it
 
 def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     closed = "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.8]:22676\n"
-    memory = f"step 4\nnode7:11:12 [0] NCCL INFO x\n{OOM}"
+    memory = "".join(f"step {step}\n" for step in range(9)) + OOM
     lines = said(tmp_path, rank0__log=closed, rank2__log=memory)
     assert lines[0] == "most likely cause in the logs: CUDA out of memory"
     assert lines[1].startswith("cause: CUDA out of memory (1 file): the GPU has")
@@ -91,10 +91,14 @@ def test_a_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     assert lines[4].startswith("consequence: lost another rank (1 file): ")
     assert lines[7:] == [
         "rank2.log ends:",
-        "  | step 4",
-        "  | node7:11:12 [0] NCCL INFO x",
+        *(f"  | step {step}" for step in range(4, 9)),
         f"  | {OOM.strip()}",
     ]
+
+
+def test_of_many_causes_three_are_explained(tmp_path: Path) -> None:
+    lines = said(tmp_path, a__log=f"{OOM}{DISK}Segmentation fault\nEADDRINUSE\n")
+    assert sum(line.startswith("  do: ") for line in lines) == 3
 
 
 def test_only_the_newest_attempt_in_a_log_counts(tmp_path: Path) -> None:

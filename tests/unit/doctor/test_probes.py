@@ -81,19 +81,20 @@ def test_a_check_that_hangs_or_breaks_costs_no_other_finding(
         facts["a"] = 1
         return []
 
-    checks = {"hangs": hangs, "breaks": breaks, "works": works}
+    checks = {"hangs": hangs, "hangs too": hangs, "breaks": breaks, "works": works}
     monkeypatch.setattr(probes, "CHECKS", checks)
     begin = time.monotonic()
     facts, problems = probes.run_all(here(tmp_path), 0.5)
     assert time.monotonic() - begin < 3
     assert [(finding.what, finding.bad) for finding in problems] == [
         ("the check of the hangs did not end in 0.5 s", True),
+        ("the check of the hangs too did not end in 0.5 s", True),
         ("the check of the breaks failed (RuntimeError: no such thing)", False),
     ]
     assert facts == {"a": 1}
 
 
-def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none = f"{tmp_path}/none"
     finding = only(probes.disks, here(tmp_path, data_dir=none))
     assert finding.what == f"data_dir={none} cannot be used (No such file or directory)"
@@ -105,6 +106,10 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert finding.what == f"TMPDIR={none} cannot be used (No such file or directory)"
     unset = findings(probes.disks, here(tmp_path, TMPDIR=""))
     assert not any("TMPDIR" in finding.what for finding in unset)
+    monkeypatch.setattr(commands, "run", lambda command, timeout_s: ("", "it hangs"))
+    shared, *typed = findings(probes.disks, here(tmp_path, data_dir=none))
+    assert shared.leave_out  # nobody has typed /dev/shm
+    assert not any(finding.leave_out for finding in typed)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ FILES = sorted((ROOT / "env").rglob("*.env"))
 
 
 def pairs(text: str) -> dict[str, str]:
-    """`A=1;B=2` as a mapping."""
-    return {name: value for name, _, value in (item.partition("=") for item in text.split(";"))}
+    """`A=1&B=2` as a mapping."""
+    return {name: value for name, _, value in (item.partition("=") for item in text.split("&"))}
 
 
 # invalid; the variable named (! where nothing works); a part of the message; valid
@@ -23,11 +23,11 @@ NCCL_SOCKET_IFNAM=eth0 | NCCL_SOCKET_IFNAM | did you mean NCCL_SOCKET_IFNAME? \
 FI_CXI_RX_MATCHMODE=hybrid | FI_CXI_RX_MATCHMODE | did you mean FI_CXI_RX_MATCH_MODE? \
 | FI_OPX_ANYTHING=1
 NCCL_ALGO=Rings | NCCL_ALGO! | refuses to start | NCCL_ALGO=^nvls;allreduce:^tree
-NCCL_PROTO=broadcast:LL,LL12 | NCCL_PROTO! | LL12 must be one of | NCCL_PROTO=^LL128
+NCCL_PROTO=allreduce:LL;broadcast:LL,LL12 | NCCL_PROTO! | LL12 must be one of | NCCL_PROTO=^LL128
 NCCL_NET= | NCCL_NET! | unset it | NCCL_NET=AWS Libfabric
 GLOO_SOCKET_IFNAME==eth0 | GLOO_SOCKET_IFNAME! | accepts no =, ^ or prefix \
 | GLOO_SOCKET_IFNAME=eth0,eth1
-NCCL_IB_DISABLE=1;NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0;NCCL_NET=IB
+NCCL_IB_DISABLE=1&NCCL_NET=IB | NCCL_NET! | unset one | NCCL_IB_DISABLE=0&NCCL_NET=IB
 """
 TABLE = [tuple(part.strip() for part in line.split(" | ")) for line in RULES.strip().splitlines()]
 

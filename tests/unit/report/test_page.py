@@ -156,13 +156,15 @@ def test_one_run(tmp_path: Path) -> None:
     assert {name: shown.after(name) for name in cells} == cells
     assert shown.after("data wait") == "25.0%"
     assert shown.after("GPU 3 is slow") == "leave it out"
-    assert shown.after("1.5 MB") == " latest best"
+    at = shown.texts.index("1.5 MB")
+    assert shown.texts[at - 1 : at + 2] == ["10", "1.5 MB", " latest best"]
     assert len(shown.source) < 50_000
 
 
 def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
     times = [1e9, 1e9 + 3600, 1e9 + 4 * 3600, 1e9 + 5 * 3600]
-    rows = [row(step // 3, step, time=time) for step, time in enumerate(times, 1)]
+    rows = [row(0, 0)]  # without a time
+    rows += [row(step // 3, step, time=time) for step, time in enumerate(times, 1)]
     last = page(tmp_path, make(tmp_path / "run", rows)).figures[-1]
     assert last.attrib["aria-label"].startswith(
         "Throughput over time: samples/s, all ranks against hours since the"
@@ -171,6 +173,9 @@ def test_throughput_over_time_has_one_line_per_attempt(tmp_path: Path) -> None:
     assert [d.count("M") + d.count("L") for d in drawn] == [2, 2]
     ends = re.findall(r" at (\S+?)(?:;|$)", last.attrib["aria-label"])
     assert ends == ["1", "5"]  # hours
+    other = make(tmp_path / "other", [row(0, step, time=3600.0 * step) for step in (1, 3)])
+    both = page(tmp_path, tmp_path / "run", other).labels()[-1]
+    assert re.findall(r" at (\S+?)(?:;|$)", both) == ["1", "5", "2"]
     assert "not finite" not in page(tmp_path, tmp_path / "run").source
 
 
@@ -203,6 +208,7 @@ def test_attempts_are_marked_and_their_failures_listed(tmp_path: Path) -> None:
     assert "CUDA out of memory on 15" in shown.texts
     assert "CUDA out of memory on 16" not in shown.texts
     assert "no progress" in shown.texts
+    assert shown.texts.count("not recorded") == 2  # how attempts 1 and 2 have ended
     assert shown.after("restarts") == "2"
 
 
@@ -321,6 +327,8 @@ def test_several_runs_and_their_scaling(tmp_path: Path) -> None:
     for count in (1, 2):
         labels = page(tmp_path, *runs[:count]).labels()
         assert any("Scaling" in label for label in labels) == (count == 2)
+    again = make(tmp_path / "again", [row(0, 1)], summary=summary)  # of the same size
+    assert not any("Scaling" in label for label in page(tmp_path, runs[-1], again).labels())
     of_toy = {"recipe": "toy", "world_size": 16, "num_nodes": 4, "samples_per_second": 9.0}
     runs.append(make(tmp_path / "toy", [row(0, 1)], summary=of_toy))
     opened = tmp_path / "toy/attempts/0000/opened.json"
