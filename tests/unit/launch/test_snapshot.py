@@ -30,6 +30,8 @@ def root(tmp_path: Path) -> Path:
         "runs/toy/1/x.py": "",
         "runs/plot.py": "",
         "data/x.py": "",
+        "build/lib/x.py": "",
+        "build/x.py": "",
         "recipes/__pycache__/toy.pyc": "",
         "recipes/.toy.py.swp": "",
         ".venv/x.py": "",

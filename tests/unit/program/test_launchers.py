@@ -15,8 +15,8 @@ from recipes.core.place.ranks import RankInfo
 from recipes.core.program import launchers
 from recipes.core.program.launchers import Launch
 
-# Rank 9 of 2 nodes with 8 ranks each.
-RANK = RankInfo(9, 1, 1, 16, 8, 2, ("n1", "n2"), "n1", 29500)
+# Rank 10 of 2 nodes, with 8 ranks and with 4.
+RANK = RankInfo(10, 2, 1, 12, 4, 2, ("n1", "n2"), "n1", 29500)
 # the second of two tasks, one per node
 NODE = RankInfo(1, 0, 1, 2, 1, 2, ("n1", "n2"), "n1", 29500)
 ALONE = RankInfo(0, 0, 0, 1, 1, 1, ())
@@ -108,10 +108,10 @@ def test_a_single_rank_needs_no_address() -> None:
 
 def test_a_rank_gets_its_place_under_torchruns_names() -> None:
     assert launchers.variables_of_rank(RANK) == {
-        "RANK": "9",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "8",
+        "RANK": "10",
+        "WORLD_SIZE": "12",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
         "NODE_RANK": "1",
         "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2",

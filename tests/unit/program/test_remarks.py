@@ -136,10 +136,15 @@ def test_the_looks_without_a_handler_are_counted_in_succession(new: New, said: S
     assert said() == [WARNING.format("at the time limit")]
 
 
-def test_only_the_first_wrapper_prints(new: New, said: Said, tmp_path: Path) -> None:
+def test_only_the_first_wrapper_prints_until_the_program_is_stopped(
+    new: New, said: Said, tmp_path: Path
+) -> None:
     remark = new(prints=False)
     for targets in ([USR1], *([[]] * LOOKS)):
         remark(1, targets)
+    stopping = new()
+    stopping.watch.note = StopNote(reason="SIGUSR2")
+    stopping(1, [USR1])
     assert said() == []
     assert not (tmp_path / "attempts/0000" / CATCHES).exists()
 

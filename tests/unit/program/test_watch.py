@@ -9,7 +9,8 @@ import pytest
 from recipes.core import files
 from recipes.core.program.watch import Watch
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, positions
+from recipes.core.run import directory, in_use, positions
+from recipes.core.run.stop_note import StopNote
 from tests import helpers
 
 
@@ -29,6 +30,27 @@ def test_a_request_to_stop_is_recorded_at_once_and_only_once(
     assert len(looks) == 2
     view.fenced = "the test has ended"
     view.tell_stop("SIGUSR2", time.time())  # ends the thread
+
+
+def test_a_run_directory_that_does_not_answer_was_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, run = Watch._look, Watch._run
+    monkeypatch.setattr(Watch, "_run", lambda self: None)
+    monkeypatch.setattr(in_use, "HEARTBEAT_S", 0.0)
+    view = Watch(attempts.Attempt(tmp_path / "gone", 0), 1)
+    seen_at = view.seen_at
+    looks: list[None] = []
+
+    def look_twice(self: Watch) -> None:
+        looks.append(None)
+        self.fenced = "the test has ended" if len(looks) > 1 else ""
+        look(self)
+
+    monkeypatch.setattr(Watch, "_look", look_twice)
+    run(view)
+    assert len(looks) == 2
+    assert view.seen_at == seen_at
 
 
 def test_each_wrapper_records_its_stop_once_and_the_first_one_writes_status_and_heartbeat(
@@ -57,6 +79,12 @@ def test_each_wrapper_records_its_stop_once_and_the_first_one_writes_status_and_
         report.write_text(text)
         view._look()
         assert view.hangs == bool(text)
+    report.unlink()  # a network file system may hide it
+    view._look()
+    assert view.hangs
+    of_note = Watch(attempt, 1)
+    of_note.note = StopNote(reason="SIGUSR2")
+    assert of_note.is_stopping
 
 
 def test_a_program_ends_after_its_job_script_or_when_a_later_attempt_has_begun(

@@ -3,9 +3,11 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recipes.core import files
 from recipes.core.errors import Next
 from recipes.core.run import directory
 from recipes.core.slurm import environment
@@ -55,6 +57,29 @@ def test_next_is_added_to_the_status_of_the_same_attempt(tmp_path: Path) -> None
     assert directory.read_status(tmp_path) == before
     directory.note_next(tmp_path, Next.requeued, 0)
     assert directory.read_status(tmp_path) == {**before, "next": "requeued"}
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        ({"val_top1": None}, ""),
+        ({"val_top1": 0.5}, "; val_top1 0.5000"),
+        ({"val_top1": 0.5, "best": {"step": 3, "val_top1": 0.5}}, "; val_top1 0.5000"),
+        (
+            {"val_loss": 0.5, "best": {"step": 3, "val_loss": 0.25}},
+            "; val_loss 0.5000 (best 0.2500 at step 3)",
+        ),
+    ],
+)
+def test_the_last_result_is_named_and_the_best_one_if_it_is_another(
+    tmp_path: Path, summary: dict[str, Any], line: str
+) -> None:
+    files.write_json(tmp_path / "summary.json", summary)
+    assert directory.results(tmp_path) == line
+
+
+def test_the_status_of_the_run_comes_before_that_of_srun() -> None:
+    assert directory.exit_code({"state": "failed", "exit_status": 3}, 143) == 3
 
 
 def test_an_evaluation_and_an_examination_of_a_run_have_their_own_folder(tmp_path: Path) -> None:

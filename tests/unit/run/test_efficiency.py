@@ -18,11 +18,12 @@ ASKED = {"cpus": 16, "memory_mb": 32000}
 
 def rows(**changed: Any) -> list[dict[str, Any]]:
     """Rows of a healthy run with changes. The first one has the start of the run in it, and does
-    not count.
+    not count. The last one has only results of an evaluation.
     """
     odd = dict.fromkeys(HEALTHY, 1.0)
+    evaluated = {"attempt": 0, "step": changed.get("step", 100), "val_top1": 0.5}
     usual = ({"attempt": 0, "step": n, **HEALTHY, **USED, **changed} for n in (50, 99, 100))
-    return [{"attempt": 0, "step": 1, **odd}, *usual]
+    return [{"attempt": 0, "step": 1, **odd}, *usual, evaluated]
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,6 @@ def test_a_share_is_that_of_the_usual_rows() -> None:
     every = [{"attempt": attempt, "data_wait": share} for attempt, share in waits]
     assert efficiency.shares(every) == {"data_wait": 0.2}
     assert efficiency.shares(every[-1:]) == {}
+    faster = [0.9] * 60 + [0.2] * efficiency.RECENT
+    every = [{"attempt": 0, "data_wait": share} for share in faster]
+    assert efficiency.shares(every) == {"data_wait": 0.2}

@@ -80,10 +80,14 @@ def test_ranks_at_one_place_are_one_line_and_wait_for_the_rank_that_is_behind() 
 
 def test_a_stopped_rank_is_awaited_wherever_it_is() -> None:
     stopped = rank(2, 31, watchdog.BACKWARD, 3.4, process(state="T"))
-    assert heads([waiting(0), waiting(1), stopped], {}) == [
+    moves = rank(3, 31, watchdog.BACKWARD, 0.3, process(OF_TORCH + OWN))
+    prepares = rank(5, 40, watchdog.OUTSIDE, 5.0, process(OWN))
+    assert heads([waiting(0), waiting(1), prepares, moves, stopped], {}) == [
         "rank 2 on node1: stopped by a signal for 3 s, at step 32 (backward)",
         "ranks 0-1 on node1: waiting for rank 2 on node1, in all_reduce at recipes/mnist.py:118 "
         "for 12 s, at step 32 (backward)",
+        "rank 3 on node1: in all_reduce at recipes/mnist.py:118",
+        "rank 5 on node2: in main at recipes/mnist.py:118 for 5 s, at step 40 (outside the steps)",
     ]
 
 
@@ -105,11 +109,11 @@ def test_workers_and_programs_of_any_kind_are_shown() -> None:
     facts = {"rank": 5, "host": "node2"}
     worker = process('  File "/usr/lib/python3.11/a.py", line 1 in get\n' + OF_TORCH)
     programs = [
-        {**facts, "processes": [process(OWN), worker, worker]},
+        {**facts, "cpus": 1.5, "processes": [process(OWN), worker, worker]},
         {**facts, "rank": 4, "processes": [process(state="D")]},
     ]
     assert heads(programs, {}) == [
-        "rank 5 on node2: in main at recipes/mnist.py:118",
+        "rank 5 on node2: in main at recipes/mnist.py:118, 1.5 CPUs per rank",
         "workers of rank 5 on node2: in get at /usr/lib/python3.11/a.py:1",
         "rank 4 on node2: no Python stack of sleep 60 (state D, do_nap)",
     ]

@@ -75,6 +75,8 @@ def test_what_the_job_writes_itself_does_not_count(
     saves.note(attempt, str(tmp_path / folder) if folder else "")
     for name in (
         "logs/rank0.log",
+        "logs/hang-0.txt",
+        "summary.json",
         "attempts/0000/x.json",
         "doctor/x",
         "status.json",

@@ -12,7 +12,9 @@ from recipes.core.run import stop_note
 from recipes.core.run.stop_note import StopNote
 from tests import helpers
 
-NOTE = StopNote(before_s=120.0, reason="SIGUSR2", at=1700000000.5, ends=True)
+NOTE = StopNote(
+    before_s=120.0, reason="SIGUSR2", at=1700000000.5, ends=True, limit_at=1700000120.25
+)
 
 
 def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -20,8 +22,8 @@ def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert stop_note.read(attempt) == StopNote()  # there is none
     stop_note.write(attempt, NOTE)
     assert stop_note.read(attempt) == NOTE
-    stop_note.write(attempt, StopNote())
-    assert stop_note.read(attempt) == StopNote()
+    stop_note.write(attempt, StopNote(before_s=5.0))  # a shorter one
+    assert stop_note.read(attempt) == StopNote(before_s=5.0)
 
 
 def test_a_note_is_written_into_the_same_file(tmp_path: Path) -> None:

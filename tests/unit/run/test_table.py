@@ -68,8 +68,9 @@ def test_the_table_shows_the_keys_in_which_runs_differ(tmp_path: Path) -> None:
     # of an earlier attempt
     files.write_json(tmp_path / "cifar/7_2/summary.json", {"val_top1": 0.5})
     for number in range(3):
-        os.utime(tmp_path / f"cifar/7_{number}", (number, number))
+        os.utime(tmp_path / f"cifar/7_{number}", (5 - number, 5 - number))
     head, *rows = lines(tmp_path)
+    rows.reverse()  # the folder that has changed last comes last
     assert head == ["run", "state", "step", "lr", "val_top1", "loss", "samples_per_second", "note"]
     assert rows[0] == [str(tmp_path / "cifar/7_0"), "done", "10", "0.1", "0.9412", "-", "1234.5"]
     assert rows[1][:5] == [str(tmp_path / "cifar/7_1"), "done", "10", "0.2", "0.9412"]
@@ -84,7 +85,7 @@ def test_the_table_shows_pending_refused_and_resumed_runs_of_an_array(tmp_path: 
     for number in range(4):
         words = [
             "device=cpu",
-            f"lr=0.{number + 1}",
+            f"lr={9 if number in (0, 3) else (number + 1) / 10}",
             f"cpu_threads={number}",
             f"run_dir={tmp_path}/{number}",
         ]
@@ -134,10 +135,22 @@ def test_a_run_that_was_cancelled_is_called_so(
 
 
 def test_folders_in_a_run_directory_are_not_runs(tmp_path: Path) -> None:
-    make(tmp_path / "run/evaluation", step=3)
-    (tmp_path / "run/attempts").mkdir()
+    run = tmp_path / "runs/mnist/run"
+    make(run / "evaluation", step=3)
+    (run / "attempts").mkdir()
     make(tmp_path / "doctor/run")
-    assert list(table.run_directories(tmp_path)) == [tmp_path / "run"]
+    assert list(table.run_directories(tmp_path)) == [run]
+
+
+def test_keys_are_compared_within_a_recipe_and_a_result_may_be_0() -> None:
+    entry = {"folder": "a", "state": "done", "step": 1, "note": ""}
+    results = table.results({"loss": 0.0, "lr": 0.5, "gpu_energy_kj": 1.5})
+    assert results == {"loss": 0.0}
+    runs = [
+        {**entry, "recipe": recipe, "values": {"lr": lr, "seed": seed}, "results": results}
+        for recipe, lr, seed in (("toy", 1, 1), ("toy", 1, 2), ("mnist", 2, 1))
+    ]
+    assert table.cells(runs)[0] == ["run", "state", "step", "seed", "loss", "note"]
 
 
 def test_damaged_files_affect_only_their_own_cells(tmp_path: Path) -> None:

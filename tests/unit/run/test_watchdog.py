@@ -100,6 +100,7 @@ def test_a_rank_without_progress_is_ended_and_named(fault: str, started: Started
     assert record["host"] == "node7"
     assert record["kind"] == "hang"
     assert record["error"] == problem
+    assert record["time"] - record["progress"] > 1.4
     if fault == "stuck":
         assert "sleep_without_letting_go" in ended.out  # the stack, by faulthandler
     watcher = int(ended.lines[0])
@@ -222,3 +223,18 @@ def test_a_place_is_told_by_the_step_that_is_worked_on() -> None:
     pulse.beat(watchdog.DATA, 5)
     pulse.beat(watchdog.FORWARD)
     assert pulse.read() == (2, 5, watchdog.FORWARD)
+    pulse.tell(rank=3)
+    may_wait = []
+    for phase in (watchdog.START, watchdog.EVALUATION):
+        pulse.beat(phase)
+        may_wait.append(pulse.progress()["may_wait"])
+    assert may_wait == [False, True]
+
+
+def test_a_rank_answers_once_with_a_collective_of_any_length() -> None:
+    pulse = watchdog.Pulse()
+    pulse.memory[watchdog.ASKED_AT] = 1
+    answers = iter(["x" * 1000])
+    for _ in range(2):
+        pulse.answer(lambda: next(answers))
+    assert pulse.memory[watchdog.COLLECTIVE_AT :].rstrip(b"\0") == b"x" * 512
