@@ -140,7 +140,8 @@ def of_classes(
         )
         if side:
             matrix += torch.bincount(labels * side + predicted, minlength=side * side)
-    scores = of_counts(run.world.sum(counts)) | of_one(run, names, counts)
+    counts = run.world.sum(counts)
+    scores = of_counts(counts) | of_one(run, names, counts)
     if side:
         scores["val_confusion"] = run.world.sum(matrix).view(side, side).tolist()
     return scores

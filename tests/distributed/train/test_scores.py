@@ -122,6 +122,22 @@ def test_the_score_of_one_class_can_be_the_best_metric(
         assert single == ({} if expected is None else {metric: pytest.approx(expected)})
 
 
+def test_the_score_of_one_class_counts_the_samples_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_others = torch.tensor([[0, 0], [0, 3], [3, 0]])  # three b that were taken for a
+    config = SimpleNamespace(best_metric="val_recall_b")
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(config=config),
+        world=SimpleNamespace(device=WORLD.device, sum=lambda counts: counts + of_others),
+    )
+    labels = torch.tensor([0, 1])
+    monkeypatch.setattr(scores, "LARGEST_MATRIX", 0)
+    monkeypatch.setattr(scores, "answered", lambda *_: [(F.one_hot(labels, 2), labels)])
+    results = scores.of_classes(run, lambda net: [], 2, ["a", "b"])
+    assert results["val_recall_b"] == 1 / 4
+
+
 @pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
 def test_scores_of_several_labels_are_those_of_scikit_learn(
     sklearn: Any, levels: int, monkeypatch: pytest.MonkeyPatch
