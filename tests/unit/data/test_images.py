@@ -444,7 +444,8 @@ def test_stage_dir_takes_variables(
     packed: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NODE_DISK", "~/disk")
     train, val = images.open_sets(fake_run(told), **keys(data_dir=packed, stage_dir="$NODE_DISK"))
     assert train.place == val.place
     assert Path(train.place).parent == tmp_path / "disk"

@@ -184,7 +184,7 @@ def write(folder: Path, *lines: str) -> str:
 
 
 def test_a_table_gives_files_labels_and_split(folder: Path) -> None:
-    lines = ("train,a/0.png,dog", "val,b/0.png,dog", ",a/1.png,cat", "train,a/2.png,cat")
+    lines = ("train ,a/0.png ,dog ", "val,b/0.png,dog", ",a/1.png,cat", "train,a/2.png,cat")
     table = write(folder, "split,file,label", *lines)
     (source, train), (_, val) = opened(folder, table)
     assert source.classes == ("cat", "dog")
@@ -379,8 +379,13 @@ def test_the_digest_changes_with_the_images_and_their_part(folder: Path) -> None
     image(folder / "a/99.png")
     assert Pictures(opened(folder)[0][0], train, torch.Tensor).digest() != first
     digests = set()
-    for labels in (("dog", "cat", "cat"), ("cat", "dog", "cat")):
-        rows = [f"a/{i}.png,{label}" for i, label in enumerate(labels)]
+    for name, *labels in (
+        ("a", "dog", "cat", "cat"),
+        ("a", "cat", "dog", "cat"),
+        ("a", "dog", "ant", "ant"),
+        ("b", "dog", "cat", "cat"),
+    ):
+        rows = [f"{name}/{i}.png,{label}" for i, label in enumerate(labels)]
         table = read_table(Path(write(folder, "file,label", *rows)), folder, False, print)
         digests.add(table.digest())
-    assert len(digests) == 2
+    assert len(digests) == 4

@@ -36,6 +36,11 @@ Found = list[tuple[int, int, int, list[float]]]
 class Numbers(Dataset[Any]):
     """Sample i: itself, and random numbers of the three global generators."""
 
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __len__(self) -> int:
         return COUNT
 
@@ -175,6 +180,19 @@ def test_an_evaluation_reads_this_ranks_part_in_order() -> None:
     for _ in range(2):
         read = [batch["i"].tolist() for batch in loader.in_order(numbers, part, 4)]
         assert read == [[8, 9, 10, 11], [12, 13, 14]]
+
+
+def test_the_random_numbers_of_an_evaluation_are_not_those_of_an_epoch() -> None:
+    loader = of_set(batches(), 0)
+    numbers = Numbers()
+    drawn = []
+    for _ in range(2):
+        [read] = loader.in_order(numbers, slice(COUNT), COUNT)
+        drawn.append(torch.stack(read["drawn"]).T.tolist())
+    assert numbers.epoch == torch_loader.EVALUATION
+    assert drawn[0] == drawn[1]
+    for epoch in range(2):
+        assert not [row for row in rows(loader, epoch) if row[3] in drawn[0]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
