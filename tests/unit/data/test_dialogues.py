@@ -346,12 +346,14 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     """As Gemma's, whose tokenizer names another token."""
     folder = models.make(tmp_path, eos="</s>")
     token = chat.open_tokenizer(str(folder)).convert_tokens_to_ids("<|im_end|>")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, token]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token, 1]}))
     made = encoder(folder)
     assert made.facts["ends"] == [1, token]
     assert made.facts["pad"] == 1  # it has no pad token
     [(_, _, is_ended)] = made.encode(DIALOGUE)
     assert is_ended
+    made.tokenizer.pad_token = "<s>"
+    assert dialogues.facts_of(str(folder), made.tokenizer, "text", "all")["pad"] == 0
 
 
 def test_generation_tags_may_have_more_than_the_end_token_of_each_turn(tmp_path: Path) -> None:
@@ -376,6 +378,24 @@ def test_generation_tags_without_the_end_token_are_refused(tmp_path: Path, run: 
     status, out = run(f"model={folder}")
     assert status == 2
     assert re.search("not learnt in 2 of 2 .*{% endgeneration %} must follow this token$", out)
+
+
+def test_the_faults_of_all_shards_are_counted() -> None:
+    none = {fault.name: list[str]() for fault in chat.Fault}
+    records = [
+        {"examples": 2, "endless": 1, "faults": {**none, "empty": ["a"]}},
+        {"examples": 1, "endless": 0, "faults": {**none, "empty": ["b"], "no_turn": ["c"]}},
+    ]
+    lines = list[str]()
+    dialogues.judge(records, "drop", lines.append)
+    empty, no_turn, endless = lines
+    assert empty == "left out: a; b: is empty (2 rows): remove it"
+    assert no_turn.startswith("left out: c: has no assistant's turn (1 rows): ")
+    assert endless.startswith("warning: the end token is not learnt in 1 of 3 examples: ")
+    with pytest.raises(
+        InputError, match=r"^a; b: is empty \(2 rows\): remove it, or give too_long"
+    ):
+        dialogues.judge(records, "refuse", lines.append)
 
 
 def test_long_rows_are_cut(tmp_path: Path, run: Prepare, model: Path) -> None:
@@ -415,6 +435,8 @@ def test_a_held_out_part_is_drawn_by_the_seed_or_read_from_files(
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[2][0]
     assert drawn[0][1] != drawn[2][1]
+    assert run("val_fraction=0.001")[0] == 0
+    assert len(opened(tmp_path)[1]) == 1
 
     # a file within source= is not also trained on, by whatever path it is named
     (tmp_path / "link").symlink_to("source")
@@ -454,7 +476,7 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
     """
     for name in ("a", "b"):
         put_rows(tmp_path / f"source/{name}/{name}.jsonl", {"text": name * 3})
-    put_rows(tmp_path / "source/c.jsonl", {"text": ""}, {"text": "last"})
+    put_rows(tmp_path / "source/c.jsonl", {"text": " \n"})  # its shard has no example
     bins = [tmp_path / f"data/dialogues/{i:05d}.bin" for i in range(3)]
 
     def made(*words: str) -> list[int]:
@@ -470,7 +492,7 @@ def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:
         assert not (tmp_path / "data/dialogues/index.json").exists()
         assert made("too_long=drop") == []
         training, validation = opened(tmp_path)
-        assert (len(training), len(validation)) == (1, 2)  # each shard has one row
+        assert (len(training), len(validation)) == (1, 1)
         bins[1].write_bytes(bytes(bins[1].stat().st_size))
         assert made("too_long=drop") == [1]
         put_rows(tmp_path / "source/a/a.jsonl", {"text": "xyz"})
@@ -536,7 +558,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer(tmp_path: Path, run: P
     assert few.facts["pad"] <= most
     padded = replace(examples, facts={**examples.facts, "pad": 999})
     assert dialogues.limited(padded, 999).facts["pad"] == examples.facts["ends"][0] != 999
-    assert dialogues.limited(padded, 1000).facts["pad"] == 999
+    assert dialogues.limited(padded, 1000).facts == padded.facts
     with pytest.raises(InputError, match=f"token {most} is not in the vocabulary: .* give a model"):
         dialogues.limited(examples, most).take(0)
 
@@ -553,6 +575,8 @@ def test_the_first_row_says_what_all_have(tmp_path: Path, run: Prepare) -> None:
     source = put_rows(tmp_path / "source/a.jsonl", {"conversations": []}, DIALOGUE)
     line = f"{str(source)!r}, line 1: has no dialogue: give UTF-8 text; each line of a .jsonl and"
     assert run()[1].startswith(f"error: {line}")
+    nulls = {"messages": None, "prompt": "x", "completion": None, "text": "x"}
+    assert chat.kind_of(nulls) == "text"
     put_rows(source)
     assert run()[1].startswith(f"error: '{tmp_path}/source': has no dialogue: give UTF-8")
 
