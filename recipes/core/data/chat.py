@@ -91,7 +91,7 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """
     path = hub.folder_of(model) / "generation_config.json"
     settings = files.read_json(path, files.without_waiting)
-    others = np.ravel(settings.get("eos_token_id") or []).tolist()
+    others = np.ravel(settings.get("eos_token_id", [])).tolist()
     tokens = dict.fromkeys([tokenizer.eos_token_id, *others])
     ends = [token for token in tokens if token is not None]
     if not ends:

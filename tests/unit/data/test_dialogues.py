@@ -354,6 +354,8 @@ def test_the_end_token_may_be_one_of_the_models_settings(tmp_path: Path) -> None
     assert is_ended
     made.tokenizer.pad_token = "<s>"
     assert dialogues.facts_of(str(folder), made.tokenizer, "text", "all")["pad"] == 0
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    assert encoder(folder).facts["ends"] == [1, 0]
 
 
 def test_generation_tags_may_have_more_than_the_end_token_of_each_turn(tmp_path: Path) -> None:
