@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recipes import toy
+from recipes import cifar, gpt, toy
 from recipes.conf.toy import Config
 from recipes.core.config.run_keys import Dtype
+from recipes.core.data.sampling import GlobalBatches
 from recipes.core.train import loop, optimisation, scores
 from recipes.core.train import world as worlds
 from tests.distributed import one_rank
@@ -211,3 +212,14 @@ def test_only_matrices_and_filters_decay() -> None:
     assert sorted(others) == sorted({*names.values()} - {*weights, "frozen.weight", "frozen.bias"})
     assert decaying["weight_decay"] == 0.1
     assert rest["weight_decay"] == 0.01
+
+
+def test_a_schedule_has_a_rate_at_its_ends() -> None:
+    """Also if it only rises. A scheduler asks for one more rate than there are steps."""
+    rates = [optimisation.rise_and_cosine(step, rise, 8) for step, rise in ((8, 8), (8, 4), (9, 4))]
+    assert rates == pytest.approx([1.0, 0.0, 0.0])
+    batches = GlobalBatches(100, 10, 0, 0, 1)
+    [of_cifar] = cifar.lr_factors(cifar.Config(warmup=1.0), batches, 8, 1)
+    assert [of_cifar(7), of_cifar(8)] == [8 / 9, 0]
+    cfg = gpt.Config(warmup=0.0, cooldown=0.0)
+    assert [gpt.lr_factor(cfg, 8, step) for step in (0, 7, 8)] == [1, 1, 0]

@@ -164,7 +164,8 @@ def test_missing_gpus_are_reported_in_one_line_with_host_and_counts(
 def test_ranks_on_mig_slices_need_a_new_nccl() -> None:
     check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 31, 1))
     check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, (2, 30))
-    check_mig(rank(), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30))
+    one_of_two_nodes = dataclasses.replace(rank(), world_size=2, num_nodes=2)
+    check_mig(one_of_two_nodes, {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30))
     line = rf"^{HOST}: NCCL 2.30.4 does not support 2 ranks on MIG slices: give backend=gloo"
     with pytest.raises(MachineError, match=line):
         check_mig(rank(0, 2), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, (2, 30, 4))

@@ -3,6 +3,8 @@ float16.
 """
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from torch import nn
 from recipes.conf.mnist import Config
 from recipes.core.config.run_keys import Dtype
 from recipes.core.train.checkpoint import State
-from recipes.core.train.gradients import FIRST_SCALE, GROWTH_STEPS, Gradients
+from recipes.core.train.gradients import (
+    FIRST_SCALE,
+    GROWTH_STEPS,
+    Gradients,
+    check_first_step,
+)
 from recipes.core.train.optimizers import LARS, Muon
 
 
@@ -73,3 +80,17 @@ def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
         weights_after(state, 1.0)
         assert state.meta["loss_scale"] == expected
     assert gradients.scale == 16
+
+
+def test_parameters_without_a_gradient_are_named_once_also_after_a_resume() -> None:
+    layers = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "abcd"})
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+    lines = list[str]()
+    run: Any = SimpleNamespace(step=7, world=SimpleNamespace(size=1), warn=lines.append)
+    run.state = SimpleNamespace(optimizer=optimizer)
+    check_first_step(run, nn.ModuleDict({"module": layers}))  # as DDP names it
+    for run.step in (7, 8):
+        optimizer.step()
+    [line] = lines
+    names = "a.weight, b.weight, c.weight and 1 more"
+    assert line.startswith(f"{names}: no gradient after step.backward(): use them in forward()")

@@ -1,8 +1,14 @@
 """The lines of a run that people read."""
 
+import io
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from recipes.core.train import lines
+from recipes.core.train.console import Console
 
 ROW = {
     "step": 120,
@@ -22,6 +28,8 @@ def test_a_row_fits_100_columns_and_names_what_is_left() -> None:
     assert len(lines.of_row(late, 10_000, 12_346)) <= 120
     endless = lines.of_row({**ROW, "total_steps": 0}, 10, 0)
     assert endless.endswith(f"step 120  {facts}")
+    slow = {**ROW, "samples_per_second": 0.0}  # less than 0.05
+    assert lines.of_row(slow, 10, 1).endswith("  0 samples/s")
 
 
 @pytest.mark.parametrize("columns", [200, 80, 60, 30, 8, 1])
@@ -32,3 +40,24 @@ def test_a_bar_is_shorter_than_the_terminal(columns: int) -> None:
     assert line.count("█") == {200: 6, 80: 2}.get(columns, 0)  # a quarter
     text = " 25%  epoch 2/4  step 50/200  loss 0.5000  100 samples/s  0:00:15 left"
     assert line.endswith(text if columns > 70 else text[: columns - 1])
+
+
+class Terminal(io.StringIO):
+    def fileno(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("columns", "known"), [(10, 10), (0, 80)])  # 0: not known
+def test_progress_is_rewritten_in_one_line_of_the_terminal(
+    columns: int, known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda of: SimpleNamespace(columns=columns))
+    terminal = Terminal()
+    world: Any = SimpleNamespace(rank=0)
+    console = Console(world, terminal)
+    console.progress("x" * 99)
+    console.progress(str)
+    world.rank = 1
+    console.progress("of another rank")
+    clear = "\r\033[K"
+    assert terminal.getvalue() == f"{clear}{'x' * (known - 1)}{clear}{known}"

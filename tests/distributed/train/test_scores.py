@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from recipes.core.train import scores
 
-WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts)
+# of two ranks with the same samples
+WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda counts: counts.mul_(2))
 RUN: Any = SimpleNamespace(world=WORLD)
 
 
@@ -51,19 +52,22 @@ def test_scores_of_classes_are_those_of_scikit_learn(
 ) -> None:
     random = torch.Generator().manual_seed(0)
     labels, predicted = (torch.randint(0, 5, (200,), generator=random) for _ in range(2))
+    labels[:7] = -1  # that could not be read
     results = of_classes(labels, predicted, scores.LARGEST_MATRIX, monkeypatch)
+    labels = labels[7:]
+    predicted = predicted[7:]
     assert results["val_top1"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
     assert results["val_f1"] == pytest.approx(sklearn.f1_score(labels, predicted, average="macro"))
     recall = sklearn.recall_score(labels, predicted, average=None)
     assert results["val_recall"][:5] == pytest.approx(recall, abs=1e-4)
-    assert results["val_samples"] == 200
+    assert results["val_samples"] == 2 * 193
     confused = (labels == 3) & (predicted == 1)
-    assert results["val_confusion"][3][1] == int(confused.sum())
+    assert results["val_confusion"][3][1] == 2 * int(confused.sum())
 
 
 def test_accuracy_counts_the_samples_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[9.0, 8, 7, 6, 5, 4]] * 4)
-    for labels, expected in (([0, 3, 5, -1], [1 / 3, 2 / 3, 3]), ([-1, -1, -1, -1], [0, 0, 0])):
+    for labels, expected in (([0, 3, 5, -1], [1 / 3, 2 / 3, 6]), ([-1, -1, -1, -1], [0, 0, 0])):
         answers = [(logits, torch.tensor(labels))]
         monkeypatch.setattr(scores, "answered", lambda *_, answers=answers: answers)
         shares = scores.accuracy(RUN, lambda net: [])
@@ -138,16 +142,17 @@ def test_the_score_of_one_class_counts_the_samples_of_all_ranks(
     assert results["val_recall_b"] == 1 / 4
 
 
-@pytest.mark.parametrize("levels", [1000, 3])  # with few levels, many scores are equal
+# with few levels, many scores are equal; a rank may have no sample
+@pytest.mark.parametrize(("levels", "own"), [(1000, 50), (3, 50), (3, 0)])
 def test_scores_of_several_labels_are_those_of_scikit_learn(
-    sklearn: Any, levels: int, monkeypatch: pytest.MonkeyPatch
+    sklearn: Any, levels: int, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.integers(0, levels, (80, 4)) / levels - 0.5)
     labels = torch.from_numpy((random.random((80, 4)) < 0.3).astype(float))
     labels[:, 3] = 0
-    pairs = [(logits[:20], labels[:20]), (logits[20:50], labels[20:50])]
-    of_other_rank = torch.stack([logits[50:], labels[50:]]).float().split(3, 2)
+    pairs = [(logits[:20], labels[:20]), (logits[20:50], labels[20:50])][:own]
+    of_other_rank = torch.stack([logits[own:], labels[own:]]).float().split(3, 2)
     monkeypatch.setattr(scores, "answered", lambda run, answers: pairs)
     monkeypatch.setattr(scores, "CLASSES_AT_ONCE", 3)
     sizes: list[int] = []
@@ -167,4 +172,4 @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
     assert results["val_f1"] == pytest.approx(f1)
     assert results["val_samples"] == 80
     assert len(sizes) == 2  # of three classes, and of one
-    assert sizes[1] < sizes[0]
+    assert (sizes[1] < sizes[0]) == bool(own)
