@@ -137,6 +137,7 @@ OTHER_KEYS = """
 import os, sys
 if os.environ["RANK"] == "1":
     sys.argv += ["lr=0.5", "checkpoint_every_steps=7", "keep_every_steps=7", "keep_best=false"]
+    sys.argv += ["data_dir=/of/this/node"]  # paths may differ
 """
 
 
