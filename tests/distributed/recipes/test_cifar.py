@@ -216,7 +216,9 @@ def test_muon_trains_the_filters_of_airbench_and_sgd_the_rest() -> None:
     # eight epochs of ten steps
     factors = cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 80, 4)
     assert [factors[group](15) for group in range(4)] == [65 / 80, 0.5, 65 / 80, 65 / 80]
-    assert factors[1](30) == 0
+    assert factors[1](31) == 0
+    # two epochs
+    assert cifar.lr_factors(cfg, GlobalBatches(100, 10, 0, 0, 1), 20, 4)[1](20) == 0
 
 
 def test_the_networks_are_the_variants_for_32_px() -> None:
@@ -238,6 +240,21 @@ def test_the_networks_are_the_variants_for_32_px() -> None:
     for layer in (resnet18.layer1, resnet18.layer4):
         for block in cast(nn.Sequential, layer):
             assert not block.bn2.weight.any()
+
+
+def test_a_group_of_airbench_by_its_definition() -> None:
+    """A deep one has a shortcut past its last two convolutions."""
+    x = torch.randn(2, 4, 6, 6)
+    for deep in (False, True):
+        group = cifar.Group(4, 6, deep).eval()
+        filters = group.first[0].weight
+        assert torch.equal(F.conv2d(x, filters, padding=1)[:, :4], x)
+        assert filters[4:].any()
+        first = group.first(x)
+        expected = group.second(first)
+        if group.third:
+            expected = first + group.third(expected)
+        assert torch.equal(group(x), F.gelu(expected))
 
 
 def test_the_first_layer_of_airbench_whitens_patches() -> None:

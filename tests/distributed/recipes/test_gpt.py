@@ -113,12 +113,15 @@ def test_the_loss_is_one_number_for_each_sequence() -> None:
 def test_generated_tokens_follow_from_the_seed_and_the_context() -> None:
     net = model()
     first = torch.tensor([3])
+    lengths = []
+    net.embed.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     tokens = gpt.generate(net, first, 30, 8, 20, 0)
     assert torch.equal(gpt.generate(net, first, 30, 8, 20, 0), tokens)
     assert not torch.equal(gpt.generate(net, first, 30, 8, 20, 1), tokens)
     assert len(tokens) == 31
     assert int(tokens[0]) == 3
     assert int(tokens.max()) < 20
+    assert max(lengths) == 8
     with torch.no_grad():  # a model that is certain of the next token
         net.head.weight.zero_()
         net.embed.weight.copy_(torch.eye(32, 128) * 50)
@@ -215,6 +218,7 @@ def test_bits_per_byte_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert trained.results["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
     assert trained.results["val_loss"] == pytest.approx(nats / 192, rel=1e-6)
     assert trained.run.state.meta["best"]["val_bpb"] == trained.results["val_bpb"]
+    assert trained.run.checkpoints.order["data"] == data.digest  # not resumed with another text
 
 
 def launch(run_dir: Path, ranks: int, *words: str) -> helpers.Ended:

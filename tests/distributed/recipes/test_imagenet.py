@@ -155,8 +155,8 @@ def test_pretrained_weights_are_evaluated_without_a_checkpoint(train: Train) -> 
 
 
 def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None:
-    # eight epochs
-    trained = train("epochs=99", "max_steps=16", "px=96", "small_px=32", "flip=false")
+    # seven epochs, of which the last one ends early
+    trained = train("epochs=99", "max_steps=13", "px=96", "small_px=32", "flip=false")
     sides = []
     for forward in trained.training:
         height, width = forward.inputs.shape[2:]
@@ -164,7 +164,7 @@ def test_the_image_size_follows_the_schedule_of_the_epochs(train: Train) -> None
         sides.append(width)
         red = forward.inputs[:, 0]
         assert (red[:, :, -1] > red[:, :, 0]).all()
-    assert sides == [side for side in (32, 32, 32, 64, 64, 64, 96, 96) for _ in range(2)]
+    assert sides == [side for side in (32, 32, 32, 64, 64, 64, 96) for _ in range(2)][:13]
     assert imagenet.side(Config(), 90, 0) == 224
     assert imagenet.side(Config(px=80, small_px=40), 8, 7) == 80
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from recipes import export, llm, predict
 from recipes.conf.llm import Config
 from recipes.core import errors
 from recipes.core.config import declare
+from recipes.core.config.run_keys import Dtype
 from recipes.core.data import hub, made_dialogues
 from recipes.core.data.token_batches import Rows, TokenBatches, collate
 from recipes.core.errors import ConfigError, InputError, MachineError
@@ -355,18 +357,42 @@ def test_a_prompt_is_made_of_tokens_as_in_the_training(run_dir: Path) -> None:
         model.answer(asked, 1)
     with pytest.raises(InputError, match="prompt: is empty: give a text"):
         plain.answer([{"role": "user", "content": ""}], 1)
-    with pytest.raises(InputError, match="prompt: has 3000 tokens, too many for the model"):
-        plain.answer([{"role": "user", "content": "Q" * 3000}], 1)
+
+
+@pytest.mark.parametrize(
+    ("positions", "max_tokens", "most"), [(5, 9, 2), (5, 1, 1), (4, 9, 1), (3, 9, 0), (None, 9, 9)]
+)
+def test_an_answer_ends_with_the_positions_of_the_model(
+    positions: int | None, max_tokens: int, most: int
+) -> None:
+    """The prompt has three tokens."""
+    asked = []
+
+    def generate(input_ids: Tensor, max_new_tokens: int, **options: object) -> Tensor:
+        asked.append(max_new_tokens)
+        return input_ids
+
+    settings = SimpleNamespace(max_position_embeddings=positions)
+    config = SimpleNamespace(get_text_config=lambda: settings)
+    limited: Any = SimpleNamespace(config=config, device="cpu", generate=generate)
+    tokenizer = made_dialogues.made_tokenizer()
+    model = causal.Causal(limited, tokenizer, Path(), {}, {}, "prompt")
+    if most:
+        model.answer([{"role": "user", "content": "QQQ"}], max_tokens)
+        assert asked == [most]
+        return
+    with pytest.raises(InputError, match="prompt: has 3 tokens, too many for the model"):
+        model.answer([{"role": "user", "content": "QQQ"}], max_tokens)
 
 
 def test_check_estimates_the_rank_with_the_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(net: Any, change: object, size: tuple[int, int], *others: bool) -> int:
-        return size[0]
+    def rows(net: Any, change: object, size: tuple[int, int], *others: bool) -> Any:
+        return size[0], *others
 
     monkeypatch.setattr(causal, "activation_bytes", rows)
-    cfg = Config(global_batch_size=7, accumulate=2)
-    assert llm.activation_bytes(cfg, nn.Identity(), 2) == 2
-    assert llm.activation_bytes(cfg, nn.Identity(), 1) == 4
+    cfg = Config(global_batch_size=7, accumulate=2, dtype=Dtype.tf32, strategy="fsdp")
+    assert llm.activation_bytes(cfg, nn.Identity(), 2) == (2, False, True)
+    assert llm.activation_bytes(cfg, nn.Identity(), 1) == (4, False, False)
 
 
 def test_a_checkpoint_is_exported_from_its_own_folder(
@@ -601,6 +627,7 @@ def test_words_that_do_not_fit_are_refused(models: Path) -> None:
     facts["kind"] = "prompt"
     read, other = (llm.open_model(Config(model=llama), facts, rank)[0] for rank in (0, 1))
     assert all(tensor.is_meta for tensor in (*other.parameters(), *other.buffers()))
+    assert read.generation_config.eos_token_id == facts["ends"]
     for kind in ("named_parameters", "named_buffers"):
         layouts = [
             [(name, value.shape, value.dtype) for name, value in getattr(net, kind)()]
