@@ -46,6 +46,7 @@ def test_the_precedence_of_a_run_key(
     monkeypatch.setenv("HOME", str(tmp_path))
     words: list[str] = []
     assert parse(*words).run.network == ""
+    assert parse("variant=v").saved["network"] == "efa"
     for word, expected in (
         ("cluster=here", "roce"),
         ("variant=v", "efa"),
@@ -74,7 +75,9 @@ def test_the_precedence_of_a_recipe_key(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_precedence_of_a_job_key(site: Path) -> None:
-    site.write_text("gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12\n")
+    site.write_text(
+        "gpus_per_node: 4\ntime: 2:00:00\npartition: gpu\nqos:\nmodules:\n  - gcc/12 # newest\n"
+    )
     job = parse("cluster=here").job
     assert job.gpus_per_node == 4
     assert job.time == "2:00:00"
@@ -171,6 +174,7 @@ def test_each_value_is_converted_to_the_type_of_its_key(word: str, expected: obj
         ("dataset=???", "must be text"),
         ("nodes=0", "must be at least 1"),
         ("nodes=99999999999999999999", "must be at most 65536"),
+        ("max_steps=9300000000000000000", "must be at most 9.22337e+18"),
         ("lr=nan", "a finite number"),
         ("umask=177", "must be three octal digits"),
         ("umask=", "must be three octal digits"),
@@ -224,6 +228,8 @@ def test_a_job_key_for_a_recipe_is_refused_with_the_option_of_sbatch() -> None:
         message = refusal(f"{name}=1", recipe="mnist")
         assert message.startswith(f"{name}=1: ")
         assert (option or "launch.py") in message
+        has_its_value = option.startswith("--") and not {" ", "="} & set(option)
+        assert (f"{option}=1," in message) == has_its_value
     assert "give sbatch or srun --nodes=4," in refusal("nodes=4", recipe="mnist")
 
 
@@ -286,8 +292,8 @@ def test_the_sites_env_file_overrides_the_networks(tmp_path: Path, site: Path) -
     ("text", "words"),
     [
         ("partiton: gpu\n", ["here.yaml", "partiton", "did you mean 'partition'"]),
-        ("modules:\n  - gcc; touch x\n", ["here.yaml", "modules", "list"]),
-        ('modules:\n  - "gcc/12"\n', ["here.yaml", "- gcc/12"]),
+        ("modules:\n  - gcc/12\n  - gcc; touch x\n", ["here.yaml", "modules", "list"]),
+        ('modules:\n  - gcc/12\n  - "cuda/12"\n', ["here.yaml", "write - cuda/12"]),
         ("env_files:\n  - clusters/no.env\n", ["no.env"]),
         ("- a\n- b\n", ["here.yaml", "is not a mapping"]),
         ("partition: a\npartition: b\n", ["here.yaml", "'partition' is set twice"]),
