@@ -86,6 +86,23 @@ def test_parts_of_a_step_are_shares_of_its_time(monkeypatch: pytest.MonkeyPatch)
     assert "gpu_energy_kj" not in told  # no GPU: unknown
 
 
+def test_a_wait_for_data_while_the_gpu_works_is_no_lost_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 4 s, in which the host has waited for 2 s, the GPU has worked for 3.5 s; then for more."""
+    clock: Any = SimpleNamespace(now=lambda: clock.time, time=0.0)
+    measured = meter.Meter(clock, torch.device("cuda"))
+    for optimizer_s in (0.5, 1.5):
+        on_gpu = {"forward_backward": 3.0, "optimizer": optimizer_s}
+        monkeypatch.setattr(measured, "_on_gpu", lambda steps, on_gpu=on_gpu: on_gpu)
+        for part in ("data_wait", "forward_backward"):
+            clock.time += 2.0
+            measured.mark(part)
+        measured.step_ends(8)
+        assert measured.lap()["data_wait"] == 0.5
+        assert measured.spent["data"] == 0.5
+
+
 def test_what_the_ranks_of_uneven_nodes_use() -> None:
     """Memory of the node that uses most, CPUs per node, energy of all GPUs."""
     clock: Any = SimpleNamespace(now=lambda: 0.0)

@@ -242,8 +242,8 @@ def test_an_image_may_have_several_labels(folder: Path) -> None:
     assert source.classes == ("cat", "cow", "dog")
     assert len(train) == 8
     assert len(val) == 2
-    pictures = Pictures(source, [0, 1, 5], lambda image: image.size)
-    for i, labels in enumerate(([1, 0, 1], [0, 0, 0], [0, 1, 0])):
+    pictures = Pictures(source, [1, 5, 0], lambda image: image.size)
+    for i, labels in enumerate(([0, 0, 0], [0, 1, 0], [1, 0, 1])):
         assert pictures[i][1].tolist() == labels
 
 
