@@ -19,7 +19,7 @@ import recipes
 from recipes import export, finetune, predict
 from recipes.conf.finetune import Config
 from recipes.core.errors import ConfigError, InputError, MachineError
-from recipes.core.train import checkpoint
+from recipes.core.train import checkpoint, trained
 from tests.distributed import one_rank
 
 WORDS = (
@@ -53,12 +53,30 @@ def test_a_loaded_model_answers_as_in_the_evaluation(run_dir: Path) -> None:
     assert model.probabilities(inputs).allclose(logits.softmax(1), atol=1e-5)
     for name, _ in model.model.named_parameters():
         assert "parametrizations" not in name
-    assert recipes.load(run_dir / "checkpoints/latest").path.name == "step-00000003.pt"
     named = recipes.load(run_dir / "checkpoints/step-00000003.pt")
     assert named.classes == ["class 0", "class 1", "class 2"]
     probabilities = model(Image.new("RGB", (50, 40), "red"))
     assert sum(probabilities.values()) == pytest.approx(1)
     assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
+
+
+def test_which_checkpoint_of_a_run_is_used(tmp_path: Path) -> None:
+    """The one that is named; of a run, the best, else the newest."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    first, second = (folder / f"step-{step:08d}.pt" for step in (1, 2))
+    for path in (first, second):
+        path.touch()
+    assert trained.checkpoint_of(tmp_path) == second
+    checkpoint.point(first, "best")
+    checkpoint.point(second, "latest")
+    for path, expected in (
+        (tmp_path, first),
+        (folder / "best", first),
+        (folder / "latest", second),
+        (second, second),
+    ):
+        assert trained.checkpoint_of(path) == expected
 
 
 def test_a_training_starts_from_the_weights_of_a_run(

@@ -378,6 +378,7 @@ def test_an_evaluation_without_results_is_complete(tmp_path: Path) -> None:
     assert run.state.meta["unevaluated"] is None
     assert run.step == 4
     assert helpers.read(tmp_path, "status")["state"] == "done"
+    assert helpers.read(tmp_path, "summary")["steps"] == 4
 
 
 def test_best_and_latest_can_be_resumed_from_in_another_run_directory(tmp_path: Path) -> None:
@@ -1139,3 +1140,16 @@ def test_the_distance_of_two_sums_follows_from_the_steps_since_the_last_one(
         ends.losses.append(1.0)
         ends._agree(ends.run.step == 6)
     assert sums == [(4, 5.0), (2, 10.0)]
+
+
+def test_only_rank_0_says_when_the_ranks_agree_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[list[float]] = []
+
+    def all_reduce(values: Tensor, async_op: bool) -> None:
+        sums.append(values.tolist())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    for rank in (0, 1):
+        world: Any = SimpleNamespace(rank=rank, size=2, device=torch.device("cpu"))
+        Agreement(world, signals.StopFlag(), [torch.tensor(7.0)], True, 3.0)
+    assert sums == [[7.0, 0.0, 1.0, 3.0], [7.0, 0.0, 1.0, 0.0]]

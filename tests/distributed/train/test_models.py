@@ -123,6 +123,7 @@ def test_frozen_weights_and_averages_stay_as_they_are(kind: str) -> None:
     net = models.classifier("shufflenet_v2_x0_5", "", 3)
     x = torch.rand(4, 3, 64, 64)
     before = net.eval()(torch.ones(1, 3, 64, 64))
+    net.train()  # as a recipe gets it
     if kind == "head":
         models.train_only_head(net)
     else:
@@ -201,5 +202,6 @@ def test_all_heads_of_a_model_of_timm_are_trained() -> None:
 
 def test_pixels_are_normalised_as_the_weights_require() -> None:
     assert models.mean_and_std("resnet50") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert models.find_weights("resnet50", "true").name == "IMAGENET1K_V2"  # the newest
     assert models.mean_and_std("efficientnet_v2_l") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert models.classifier("inception_v3", "", 3).transform_input is True  # as with weights

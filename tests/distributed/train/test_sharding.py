@@ -205,6 +205,16 @@ def test_shared_weights_stay_shared() -> None:
     assert [p.requires_grad for p in net.parameters()] == [True, False, False]
 
 
+def test_the_most_bytes_that_a_rank_gathers() -> None:
+    """Two of the largest block, the gradient of the largest that is trained, and the rest."""
+    blocks = [nn.Linear(2, 3), nn.Identity(), nn.Linear(4, 5).requires_grad_(False)]
+    parts = {"blocks": nn.ModuleList(blocks), "head": nn.Linear(6, 7)}
+    net = nn.ModuleDict({**parts, "frozen": nn.Linear(1, 1).requires_grad_(False)})
+    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        expected = 2 * size * 25 + 4 * 9 + 4 * (49 + 2) + 4 * 49
+        assert sharding.gathered_bytes(net, dtype) == expected
+
+
 def test_all_ranks_divide_an_uneven_batch_into_as_many_parts(tmp_path: Path) -> None:
     words = [
         "device=cpu",

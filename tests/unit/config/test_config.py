@@ -109,7 +109,9 @@ def test_every_key_of_a_profile_is_used(site: Path) -> None:
     parsed = parse("cluster=here")
     keys = {**vars(parsed.job), **vars(parsed.run)}
     assert {name: str(getattr(keys[name], "name", keys[name])) for name in profile} == profile
-    assert parse("cluster=here", RECIPES_CONTAINER_RUNTIME="").job.container_runtime.name == "auto"
+    unset = dict.fromkeys(("RECIPES_CONTAINER", "RECIPES_CONTAINER_RUNTIME"), "")
+    job = parse("cluster=here", **unset).job
+    assert (job.container, job.container_runtime.name) == ("", "auto")
 
 
 def test_data_dir_of_a_profile_is_the_default_of_the_recipe(site: Path, tmp_path: Path) -> None:

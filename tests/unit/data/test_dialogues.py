@@ -463,13 +463,16 @@ def test_the_next_command_has_the_absolute_path_of_a_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Recipe llm refuses a relative one."""
+    """Recipe llm refuses a relative one. A name on the hub stays."""
     monkeypatch.chdir(model.parent)
     rows = [json.dumps({"text": text}) for text in ("one", "two")]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = [f"source={tmp_path}/rows.jsonl", f"data_dir={tmp_path}/data", "val_fraction=0.5"]
     assert prepare.main(["dialogues", *words, f"model=./{model.name}"]) == 0
     assert f"recipe=llm model={model} data_dir=" in capsys.readouterr().out
+    monkeypatch.setattr(dialogues, "write", lambda *of: None)
+    named = prepare.DialoguesKeys(source="rows.jsonl", model="org/name")
+    assert prepare.prepare_dialogues(named, tmp_path / "data") == "llm model=org/name"
 
 
 def test_shards_that_are_valid_are_kept(tmp_path: Path, run: Prepare) -> None:

@@ -128,6 +128,7 @@ def test_the_folders_of_splits_may_have_any_usual_spelling(folder: Path, tmp_pat
     source.mkdir()
     for name, split in (("Train", "train"), ("validation", "val"), ("TEST", "val")):
         (source / name).symlink_to(folder / split)
+    (source / "testing").touch()  # no folder
     assert datasets.find_imagenet(source) == source
     assert cifar10.local_source(str(source)) == source
     for split in ("train", "val"):

@@ -128,7 +128,7 @@ def test_class_folders_are_named_in_the_first_line(folder: Path) -> None:
         ),
         (("Val/a/1.png", "Test/a/1.png"), "the folder 'Test' without a folder train"),
         (
-            ("PetImages/Cat/1.png", "PetImages/Dog/1.png"),
+            ("PetImages/Cat/1.png", "PetImages/Dog/1.png", "PetImages/0.png"),
             "only the class 'PetImages': .*, give data_dir='.*/PetImages'",
         ),
         (
@@ -210,6 +210,17 @@ def test_the_next_command_of_prepare_reads_the_same_images(
     monkeypatch.setattr(prepare, "prepare_weights", lambda keys, _: fetched.append(keys) or "")
     assert prepare.main(["finetune", *words[:3], "arch=resnet18", "pretrained=IMAGENET1K_V1"]) == 0
     assert [(keys.arch, keys.weights) for keys in fetched] == [("resnet18", "IMAGENET1K_V1")]
+
+
+def test_prepare_counts_the_images_that_cannot_be_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a/0.png", "a/1.png"):
+        (folder / name).write_bytes(b"no image")
+    assert prepare.main(["finetune", f"data_dir={folder}"]) == 2
+    said = capsys.readouterr()
+    assert said.out.count(" is not an image: remove it, or replace it") == 2
+    assert said.err == "error: 2 of 16 images cannot be read: remove or replace them\n"
 
 
 def test_what_a_table_has_besides_is_named(folder: Path) -> None:

@@ -164,8 +164,10 @@ def test_a_damaged_file_is_replaced_only_by_a_valid_one(
     assert code == 3
     assert final.read_bytes() == PLAIN[IMAGES][:-1] + b"\0"
     server.answers.clear()
-    assert run(server.url)[0] == 0
-    assert there(tmp_path / "data") == PLAIN
+    for damaged in (PLAIN[IMAGES][:-1] + b"\0", PLAIN[IMAGES] + b"more"):
+        final.write_bytes(damaged)
+        assert run(server.url)[0] == 0
+        assert there(tmp_path / "data") == PLAIN
 
 
 @pytest.mark.parametrize(
