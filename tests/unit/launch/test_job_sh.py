@@ -146,7 +146,7 @@ def test_a_signal_that_only_the_batch_shell_receives_leaves_a_stop_note(
 def test_a_signal_that_comes_between_two_starts_is_for_the_second(bench: Bench) -> None:
     """A restart examines the nodes for half a minute."""
     second = bench.folder / "run/attempts/0001"
-    again = f'printf "%s\\0" export RECIPES_ATTEMPT={second} again 1 program script >&3'
+    again = f'printf "%s\\0" export RECIPES_ATTEMPT={second} again 1 step --x program script >&3'
     first_end = f'touch "$NOTES/ended"; mkdir {second}; kill -USR2 "$SHELL_PID"; sleep 0.3; {again}'
     bench.stub(
         "python",
@@ -160,6 +160,8 @@ def test_a_signal_that_comes_between_two_starts_is_for_the_second(bench: Bench) 
         for number in ("0000", "0001")
     ]
     assert reasons == ["", "SIGUSR2"], stderr
+    assert "--x" in bench.srun
+    assert "--wait=0" not in bench.srun  # an option of the first start
 
 
 def test_a_users_options_of_the_shell_have_no_effect(bench: Bench) -> None:

@@ -380,6 +380,7 @@ def test_a_stop_before_the_first_failure_of_a_program_is_its_cause(
     [
         (5.0, [(0, STOPPED, 5.0)], 0, "done"),
         (None, [(0, STOPPED, 5.0)], 0, "preempted"),
+        (-0.5, [(0, STOPPED, 5.0)], 0, "done"),  # a file system may have whole seconds
         (-60.0, [(0, STOPPED, 5.0)], 0, "preempted"),  # an earlier attempt has written it
         (5.0, [(0, STOPPED, 5.0)], 1, "preempted"),
         (5.0, [(0, STOPPED, 5.0), (1, ERROR, 6.0)], 0, "preempted"),

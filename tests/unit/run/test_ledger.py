@@ -138,9 +138,12 @@ def test_a_node_that_died_with_the_batch_script_is_a_hang_until_the_requeue(
     assert spent(tmp_path, 600.0, is_running=True)[1:] == [{"queue": 40.0, **died}, again]
 
 
-def test_attempts_that_have_not_begun_and_programs(tmp_path: Path) -> None:
+def test_attempts_that_have_not_begun_or_have_no_rows(tmp_path: Path) -> None:
     failed(opened(tmp_path / "refused", 100.0, step=None), 101.0)
     assert spent(tmp_path / "refused", 108.0) == [{"start": 1.0, "hang": 3.0, "restart": 4.0}]
+    evaluated = opened(tmp_path / "evaluated", 100.0)
+    files.write_json(evaluated.folder / "ended.json", {"state": "done", "time": 120.0})
+    assert spent(tmp_path / "evaluated", 120.0) == [{"start": 5.0, "evaluation": 15.0}]
 
 
 def test_a_job_that_was_submitted_after_a_loss_waited_in_the_queue(tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_the_parts_of_a_restart(tmp_path: Path) -> None:
     first = opened(tmp_path, 100.0)
     failed(first, 130.0)
     second = opened(tmp_path, 145.0, step=20)
-    write(tmp_path, (0, 30, 129.0), (1, 21, 151.0))
+    write(tmp_path, (0, 30, 129.0), (1, 21, 151.0), (1, 22, 157.0))
     assert ledger.recovery(second) == {}  # of another start of the job
     files.write_json(second.folder / attempts.RESTART, {"excluded": []})
     parts = ledger.recovery(second)

@@ -13,6 +13,15 @@ from recipes.core.run import look
 from tests import helpers
 
 
+def test_the_busy_cpus_are_those_of_the_time_between_two_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = iter([(1.0, 10.0), (2.0, 14.0)])
+    monkeypatch.setattr(look, "EXEC_S", 0.0)
+    monkeypatch.setattr(look.processes, "cpu_time", lambda root: next(looks))
+    assert look.describe(2**22) == {"processes": [], "cpus": 0.25}
+
+
 class Ended(Exception):
     """In place of the end of the process."""
 
