@@ -171,13 +171,6 @@ def test_a_failed_rank_ends_the_others_and_is_reported(
     assert not any(helpers.alive(pid) for pid in pids)
 
 
-def test_a_failed_rank_of_the_second_machine_has_its_number_of_all() -> None:
-    command = launch("import sys; sys.exit(7)", 1)
-    command[2] = command[2].replace("((int(ranks),))", "((8, int(ranks)), 1, '127.0.0.1', 29400)")
-    ended = helpers.finish(helpers.start(command))
-    assert ended.lines[-1].startswith("failed: rank 8 on ")
-
-
 def ups(process: Any, count: int) -> list[int]:
     """The process IDs that ``count`` ranks print after they have started."""
     lines = [process.stdout.readline().split() for _ in range(count)]

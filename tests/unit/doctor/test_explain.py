@@ -13,7 +13,7 @@ from recipes.core import files
 from recipes.core.doctor import explain as explaining
 from recipes.core.errors import ConfigError, Kind, MachineError, Next
 from recipes.core.run import attempt as attempts
-from recipes.core.run import directory, source
+from recipes.core.run import directory
 from recipes.core.slurm import client
 from recipes.core.slurm.jobstate import Job
 from tests import helpers
@@ -136,7 +136,7 @@ def test_a_refusal_counts_if_it_is_newer_than_the_status(tmp_path: Path) -> None
 def test_a_refused_launch_does_not_hide_a_running_run(tmp_path: Path) -> None:
     run = run_directory(tmp_path, "running")
     refuse(run, "run_dir= is used by job 1")
-    first, second = of_run(run, Answers({"1": job("RUNNING")}))
+    first, second = of_run(run, {"1": job("RUNNING")})
     assert first == "it is running, at step 7, status written 0:00:00 ago; job 1 is running"
     assert second == "a later start was refused: run_dir= is used by job 1"
     helpers.attempt(run, launch="3.0")
@@ -193,7 +193,7 @@ def test_a_stopped_run_says_what_comes_next(
     run = run_directory(tmp_path, "preempted", "SIGTERM", kind=Kind.stopped)
     if noted:
         directory.note_next(run, noted, 0)
-    assert of_run(run, Answers({"1": answer})) == [f"stopped by SIGTERM, saved at step 7; {words}"]
+    assert of_run(run, {"1": answer}) == [f"stopped by SIGTERM, saved at step 7; {words}"]
 
 
 def test_a_job_submitted_later_is_the_one_that_counts(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_a_run_whose_job_lives_is_running_and_nothing_is_diagnosed(tmp_path: Pat
     run = run_directory(tmp_path, "running")
     (run / "logs" / "rank0.log").write_text("OSError: [Errno 28] No space left on device\n")
     grow_old(run)
-    lines = of_run(run, Answers({"1": job("RUNNING")}))
+    lines = of_run(run, {"1": job("RUNNING")})
     assert lines == ["it is running, at step 7, status written 1:00:00 ago; job 1 is running"]
-    lines = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    lines = of_run(run, {"1": job("PENDING", "BeginTime", 1)})
     assert lines[0].startswith("it ended without a final status")
     assert lines[1].startswith("cause: disk is full (1 file)")
     assert lines[-1] == "job 1 is pending (BeginTime)"
@@ -234,7 +234,7 @@ def test_a_job_of_another_cluster_is_not_looked_for_here(
         ("there", "it is running, at step 7", "; its job is on cluster there"),
     ):
         files.write_json(opened, {**json.loads(opened.read_text()), "cluster": cluster})
-        line = of_run(run, Answers({"1": job("FAILED")}))[0]
+        line = of_run(run, {"1": job("FAILED")})[0]
         assert line.startswith(begin)
         assert line.endswith(end)
 
@@ -272,7 +272,7 @@ def test_a_run_that_left_no_status_and_no_log_hides_no_other(tmp_path: Path) -> 
     (killed / "status.json").write_text("{")
     assert "  it has not begun: scontrol is not on the PATH" in explain([killed, done], NO_SLURM)
     os.utime(killed / "attempts/0000/opened.json", (1, 1))
-    lines = explain([killed, done], Answers({"1": None}))
+    lines = explain([killed, done], {"1": None})
     assert "  it ended before its first status; Slurm no longer knows job 1" in lines
 
 
@@ -280,7 +280,7 @@ def test_a_failed_run_whose_job_is_requeued_says_so(tmp_path: Path) -> None:
     run = run_directory(
         tmp_path, "failed", "rank 1 on node1 failed first: x", 1, "node1", Kind.error
     )
-    lines = of_run(run, Answers({"1": job("PENDING", "BeginTime", 1)}))
+    lines = of_run(run, {"1": job("PENDING", "BeginTime", 1)})
     assert lines == ["rank 1 on node1 failed first: x", "job 1 is pending (BeginTime)"]
 
 
@@ -308,8 +308,9 @@ def test_each_run_has_a_section_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert lines[-1] == "  status.json says done: nothing failed"
     assert explain([run], known) == of_run(run, known)  # one run needs no heading
     monkeypatch.setattr(explaining.source, "home", lambda root: tmp_path)
-    assert explain([Path("1")], known) == of_run(run, known)  # by its job
-    pending = explain([Path("2")], Answers({"2": job("PENDING", "Resources")}))
+    for name in ("1", "last"):  # by its job, and as the one that has changed last
+        assert explain([Path(name)], known) == of_run(run, known)
+    pending = explain([Path("2")], {"2": job("PENDING", "Resources")})
     assert pending == ["the job has no run directory yet: job 1 is pending (Resources)"]
 
 
@@ -331,12 +332,12 @@ def test_logs_of_ranks_that_the_newest_attempt_does_not_have_are_not_read(
     texts = ("Stale file handle\n", "step 3\n", "CUDA out of memory\n")
     for rank, text in enumerate(texts):
         (run / f"logs/rank{rank}.log").write_text(text)
-    assert any("CUDA out of memory" in line for line in of_run(run, Answers({"1": None})))
+    assert any("CUDA out of memory" in line for line in of_run(run, {"1": None}))
     hosts = [] if of_program else ["a", "a"]
     newest = helpers.attempt(run, launch="1.1", job="1", hosts=hosts)
     if of_program:  # rank 0 has not begun
         attempts.note_rank(newest, 1, 1, "a", None)
-    lines = of_run(run, Answers({"1": None}))
+    lines = of_run(run, {"1": None})
     assert not any("CUDA out of memory" in line for line in lines)
     assert lines[3] == "  logs/rank0.log: Stale file handle"
     assert lines[4:] == ["logs/rank1.log ends:", "  | step 3"]  # of the rank that failed first
@@ -350,18 +351,18 @@ def test_the_log_of_the_job_is_read_too(tmp_path: Path) -> None:
     log.write_text("no Python environment: activate yours before sbatch\n")
     described = {"job_id": "1", "log": str(log)}
     files.write_json(run / "job.yaml", directory.marked(run, described))
-    assert explain([tmp_path / "runs"], Answers({"1": None})) == [
+    assert explain([tmp_path / "runs"], {"1": None}) == [
         "it never began; Slurm no longer knows job 1",
         f"{log} ends:",
         "  | no Python environment: activate yours before sbatch",
     ]
     files.write_json(run / "job.yaml", {"job_id": "1"})
     # Slurm names it too
-    assert f"{log} ends:" in of_run(run, Answers({"1": job("FAILED", error_log=str(log))}))
+    assert f"{log} ends:" in of_run(run, {"1": job("FAILED", error_log=str(log))})
     earlier = {"job_id": "9", "log": str(log)}
     files.write_json(run / "job.yaml", directory.marked(run, earlier))
     helpers.attempt(run, job="1", step=None)
-    assert f"{log} ends:" not in of_run(run, Answers({"1": job("FAILED"), "9": None}))
+    assert f"{log} ends:" not in of_run(run, {"1": job("FAILED"), "9": None})
 
 
 def test_a_job_without_a_run_directory_is_explained_by_its_log(
@@ -371,37 +372,14 @@ def test_a_job_without_a_run_directory_is_explained_by_its_log(
     log = tmp_path / "mnist-7.out"
     log.write_text("no Python environment: activate yours before sbatch\n")
     for answer in (job("FAILED", log=str(log)), None):
-        assert explain([Path("7")], Answers({"7": answer})) == [
+        assert explain([Path("7")], {"7": answer}) == [
             "the job has no run directory, or its run has a newer job",
             "no known cause in 1 file",
             f"{log} ends:",
             "  | no Python environment: activate yours before sbatch",
         ]
-    pending = explain([Path("7")], Answers({"7": job("PENDING", log=str(log))}))
+    pending = explain([Path("7")], {"7": job("PENDING", log=str(log))})
     assert pending == ["the job has no run directory yet: job 1 is pending"]
-
-
-def test_a_run_is_found_by_its_job_and_as_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "home", lambda root: tmp_path)
-    # the second one with run_dir=
-    for seconds, name, job in (
-        (9, "mnist/1", "1"),
-        (5, "cifar/2", "77_1"),
-    ):
-        folder = tmp_path / "runs" / name
-        (folder / "attempts").mkdir(parents=True)
-        files.write_json(folder / "job.yaml", {"job_id": job})
-        os.utime(folder, (seconds, seconds))
-    for word, run in (
-        ("77", "cifar/2"),
-        ("77_1", "cifar/2"),
-        ("1", "mnist/1"),
-        ("last", "mnist/1"),
-    ):
-        [(name, _)] = explaining.explain([Path(word)])
-        assert name.endswith(run)
 
 
 def test_the_duration_of_each_restart_is_shown(tmp_path: Path) -> None:

@@ -67,16 +67,6 @@ def test_an_environment_that_is_no_file_is_refused_before_the_queue(
         describe("environment=.")
 
 
-def test_a_ready_script_is_submitted_again_with_its_size_and_without_gpus_if_it_had_none() -> None:
-    ready = (ROOT / "sbatch/mnist_2x8.sh").read_text()
-    size = {"nodes": "2", "ntasks-per-node": "3", "exclude": "node7"}
-    for of_job, expected in (({}, "0"), ({"gpus-per-node": "a100:4"}, "a100:4")):
-        job = jobstate.Job("7", "RUNNING", options={**size, **of_job})
-        options = ["--nodes=2", "--ntasks-per-node=3", f"--gpus-per-node={expected}"]
-        assert jobs.options_of(job, ready) == options
-    assert jobs.options_of(jobstate.Job("", "", options=size), ready) == []
-
-
 def test_the_gpus_of_a_node_do_not_count_on_cpus(site: Path) -> None:
     site.write_text("gpus_per_node: 8\n")
     made = describe("cluster=here", "device=cpu", "ranks_per_node=2")

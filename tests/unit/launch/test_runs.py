@@ -43,96 +43,64 @@ def recorded(of_run: dict[str, Any], refused: str = "") -> Record:
     return record
 
 
+SOON = "Resources; expected to start at 2026-11-26T12:00:00"
+
+
+def ended(state: str) -> Line:
+    return Line(state, "", "", None, False, "")
+
+
+def case(
+    of_run: dict[str, Any],
+    job: Line | None,
+    state: str,
+    note: str = "",
+    refused: str = "",
+    alive: bool = False,
+    has_job: bool = True,
+) -> tuple[Any, ...]:
+    return recorded(of_run, refused), job, alive, has_job, (state, note)
+
+
 @pytest.mark.parametrize(
-    ("of_run", "job", "refused", "alive", "has_job", "expected"),
+    ("record", "job", "alive", "has_job", "expected"),
     [
-        (
-            {},
-            PENDING,
-            "",
-            False,
-            True,
-            ("pending", "Resources; expected to start at 2026-11-26T12:00:00"),
-        ),
-        (
-            status("preempted"),
-            PENDING,
-            "",
-            False,
-            True,
-            ("requeued", "Resources; expected to start at 2026-11-26T12:00:00"),
-        ),
-        (
+        case({}, PENDING, "pending", SOON),
+        case(status("preempted"), PENDING, "requeued", SOON),
+        case(
             status("preempted"),
             Line("REQUEUE_HOLD", "", "", None, True, "JobHeldUser"),
-            "",
-            False,
-            True,
-            ("held", "JobHeldUser"),
+            "held",
+            "JobHeldUser",
         ),
-        ({}, RUNNING, "", True, True, ("starting", "node[1-2]")),
-        (status("running"), RUNNING, "", True, True, ("running", "node[1-2]")),
-        (status("done"), None, "the newest was refused", False, True, ("done", "")),
-        (
-            status("failed", reason="rank 1 failed first"),
-            None,
-            "",
-            False,
-            True,
-            ("failed", "rank 1 failed first"),
-        ),
-        (status("incomplete", reason="early"), None, "", False, True, ("failed", "early")),
-        (status("preempted"), None, "", False, True, ("stopped", "saved at step 7")),
-        (
-            status("preempted", next="cancelled"),
-            None,
-            "",
-            False,
-            True,
-            ("cancelled", "saved at step 7"),
-        ),
-        (status("running"), None, "", True, False, ("running", "")),
-        (status("running"), None, "a later one was refused", True, False, ("running", "")),
-        (status("running"), None, "lr=1", False, False, ("refused", "lr=1")),
-        (status("running"), None, "", False, True, ("lost", "it ended without a final status")),
-        (
+        case({}, RUNNING, "starting", "node[1-2]", alive=True),
+        case(status("running"), RUNNING, "running", "node[1-2]", alive=True),
+        case(status("done"), None, "done", refused="the newest was refused"),
+        case(status("failed", reason="rank 1 failed first"), None, "failed", "rank 1 failed first"),
+        case(status("incomplete", reason="early"), None, "failed", "early"),
+        case(status("preempted"), None, "stopped", "saved at step 7"),
+        case(status("preempted", next="cancelled"), None, "cancelled", "saved at step 7"),
+        case(status("running"), None, "running", alive=True, has_job=False),
+        case(status("running"), None, "running", "", "a later one was refused", True, False),
+        case(status("running"), None, "refused", "lr=1", "lr=1", False, False),
+        case(status("running"), None, "lost", "it ended without a final status"),
+        case(status("running"), ended("NODE_FAIL"), "lost", "it ended without a final status"),
+        case(
             status("running"),
-            Line("NODE_FAIL", "", "", None, False, ""),
-            "",
-            False,
-            True,
-            ("lost", "it ended without a final status"),
+            ended("CANCELLED"),
+            "cancelled",
+            "it ended before it wrote its final status",
         ),
-        (
-            status("running"),
-            Line("CANCELLED", "", "", None, False, ""),
-            "",
-            False,
-            True,
-            ("cancelled", "it ended before it wrote its final status"),
-        ),
-        ({}, None, "data_dir= is missing", False, True, ("refused", "data_dir= is missing")),
-        (
-            {},
-            Line("CANCELLED", "", "", None, False, ""),
-            "",
-            False,
-            True,
-            ("cancelled", "before it began"),
-        ),
-        ({}, None, "", False, True, ("cancelled", "it never began")),
-        ({}, None, "", False, False, ("lost", "it never began")),
+        case({}, None, "refused", "data_dir= is missing", "data_dir= is missing"),
+        case({}, ended("CANCELLED"), "cancelled", "before it began"),
+        case({}, None, "cancelled", "it never began"),
+        case({}, None, "lost", "it never began", alive=False, has_job=False),
     ],
 )
 def test_the_state_of_a_run(
-    of_run: dict[str, Any],
-    job: Line | None,
-    refused: str,
-    alive: bool,
-    has_job: bool,
-    expected: tuple[str, str],
+    record: Record, job: Line | None, alive: bool, has_job: bool, expected: tuple[str, str]
 ) -> None:
-    assert runs.in_queue(recorded(of_run, refused), job, alive, has_job) == expected
+    assert runs.in_queue(record, job, alive, has_job) == expected
 
 
 @pytest.mark.parametrize(
@@ -572,13 +540,12 @@ def test_the_job_of_a_run_is_the_one_that_slurm_has(root: Path) -> None:
     has ended.
     """
     folder = root / "runs/mnist/12"
-    ended = Line("COMPLETED", "", "", None, False, "")
     attempt = attempts.open_next(folder, "mnist", {})
     opened = directory.marked(folder, {**attempts.facts(folder), "job": "13"})
     files.write_json(attempt.folder / "opened.json", opened)
     for jobs_in_slurm, job in (
-        ({"12": ended, "13": RUNNING}, "13"),
-        ({"12": PENDING, "13": ended}, "12"),
+        ({"12": ended("COMPLETED"), "13": RUNNING}, "13"),
+        ({"12": PENDING, "13": ended("COMPLETED")}, "12"),
         ({}, "13"),
     ):
         assert runs.read(folder, jobs_in_slurm).job == job
@@ -598,12 +565,12 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     attempts.open_next(program, "script", {})
     with pytest.raises(InputError, match=rf"with the command that started it, and .*{program}$"):
         run_commands.to_resume(runs.read(program, {}), [])
-    ended = root / "runs/mnist/12"
-    (ended / "job.sh").write_text("")
+    stopped = root / "runs/mnist/12"
+    (stopped / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
-        run_commands.to_resume(runs.read(ended, {}), ["epoch=3"])
-    assert "lr=1" in run_commands.to_resume(runs.read(ended, {}), ["epochs=3"])
-    words = run_commands.to_resume(runs.read(ended, {}), ["lr=2", "epochs=3"])
+        run_commands.to_resume(runs.read(stopped, {}), ["epoch=3"])
+    assert "lr=1" in run_commands.to_resume(runs.read(stopped, {}), ["epochs=3"])
+    words = run_commands.to_resume(runs.read(stopped, {}), ["lr=2", "epochs=3"])
     assert {"lr=2", "epochs=3"} <= set(words)
     assert "lr=1" not in words
 
@@ -668,7 +635,7 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
    NumNodes=2 NumCPUs=16 NumTasks=4 CPUs/Task=4 ReqB:S:C:T=0:0:*:*
    Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
    MinCPUsNode=8 MinMemoryNode=4G MinTmpDiskNode=0
-   Features=a100 DelayBoot=00:00:00
+   Features=a100 ExcNodeList=node7 DelayBoot=00:00:00
    Command=/r/sbatch/mnist_2x8.sh lr=1
    TresPerNode=gres:gpu:2"""
     (job,) = jobstate.parse(text)
@@ -692,6 +659,7 @@ def test_a_ready_script_is_submitted_again_with_its_size() -> None:
     (total,) = jobstate.parse(text.replace("S:C=2:0", "S:C=0:0").replace("gres:gpu:2", "(null)"))
     of_job = jobs.options_of(total, script)
     assert of_job[1:3] == ["--ntasks=4", "--gpus-per-node=0"]
+    assert jobs.options_of(jobstate.Job("", "", options=job.options), script) == []
 
 
 @pytest.mark.parametrize("value", ["fast", [1], 10**400, float("nan"), {}])
