@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from recipes.core.place.network import Choice, settings
+from recipes.core.run import entry
 from tests import helpers, namespaces
 from tests.helpers import ROOT
 from tests.namespaces import ip
@@ -227,9 +228,20 @@ def test_variables_that_are_set_are_not_changed() -> None:
     code = "import os; from recipes.core.run import entry; entry.begin('toy'); "
     code += (
         "print(*map(os.environ.get, ('NCCL_SOCKET_IFNAME', 'GLOO_SOCKET_IFNAME', "
-        "'TORCH_DISTRIBUTED_DEBUG')))"
+        "'TORCH_DISTRIBUTED_DEBUG', 'CUBLAS_WORKSPACE_CONFIG')))"
     )
     environ = helpers.clean_environment(NCCL_SOCKET_IFNAME="ib", RANK="0", WORLD_SIZE="1")
     words = ["--local-rank=0", "debug=true"]  # the first is of torch.distributed.launch
     ended = helpers.run([sys.executable, "-c", code, *words], environ=environ)
-    assert ended.out == "ib lo DETAIL\n"
+    assert ended.out == "ib lo DETAIL None\n"  # the last one is for deterministic=true
+
+
+def test_the_rank_that_prints_is_that_of_the_innermost_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("PMI_RANK", "SLURM_PROCID", "RANK")
+    ranks = []
+    for number, name in enumerate(names):
+        monkeypatch.setenv(name, str(number))
+        ranks.append(entry._rank_unchecked())
+    assert ranks == ["0", "1", "2"]

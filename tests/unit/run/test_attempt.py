@@ -80,13 +80,17 @@ def test_rank_0_adds_the_hosts_and_keeps_what_its_parent_has_noted(tmp_path: Pat
 
 def test_a_local_run_in_an_allocation_is_not_its_job(tmp_path: Path) -> None:
     """`launch.py cancel` would cancel the allocation."""
-    environ = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
+    environ = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "SLURM_JOB_NUM_NODES": "2"}
     attempt = attempts.open_next(tmp_path, "mnist", environ, launch="host.1.2")
     attempts.describe(attempt, "mnist", environ, ("a",))
-    assert (attempt.facts()["job"], attempt.facts()["cluster"]) == (None, None)
+    facts = attempt.facts()
+    assert (facts["job"], facts["cluster"], facts.get("nodes")) == (None, None, None)
     attempt = attempts.open_next(tmp_path, "mnist", environ)
+    mark = attempt.facts()["mark"]
     attempts.describe(attempt, "mnist", environ, ("a",))
-    assert (attempt.facts()["job"], attempt.facts()["cluster"]) == ("7", "c")
+    facts = attempt.facts()
+    assert (facts["job"], facts["cluster"], facts["nodes"]) == ("7", "c", 2)
+    assert facts["mark"] == mark != ""
 
 
 def test_of_a_program_the_hosts_of_running_ranks_are_known(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_a_refused_launch_is_noted_until_a_later_one_begins(tmp_path: Path) -> N
     row = record.read(folder)
     row = replace(row, read_at=row.status["updated"] + 600)
     assert row.state == "running"
+    assert row.end == row.read_at
     assert row.step == 10
     refused = "the newest start was refused: lr=0.1 becomes 0.2"
     assert row.note == f"status written 0:10:00 ago; {refused}"

@@ -134,6 +134,7 @@ def test_an_unknown_job_is_none_and_an_unavailable_controller_is_an_error(
     monkeypatch.setenv("PATH", f"{stubs.folder}/stubs")
     if expected is None:
         assert client.find("7") is None
+        assert len(stubs.calls("scontrol")) == 1
     else:
         with pytest.raises(MachineError, match=expected):
             client.show("7", timeout_s=0.5 if "sleep" in script else client.ANSWER_S)
@@ -181,7 +182,13 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
     monkeypatch.setenv("PATH", "/nosuch")
     assert client.seconds_left(os.environ) == pytest.approx(1000, abs=5)
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    assert client.seconds_left(os.environ) is None
+    limits: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            client, "find", lambda job_id, limit_s=client.ANSWER_S: limits.append(limit_s)
+        )
+        assert client.seconds_left(os.environ) is None
+    assert limits == [10.0]  # there may be little time left
     monkeypatch.delenv("SLURM_JOB_ID")
     assert client.seconds_left(os.environ) is None
 
@@ -279,7 +286,8 @@ def test_nodes_on_which_no_task_starts_are_silent(stubs: Stubs) -> None:
 
 def test_no_node_is_silent_because_of_the_controller(stubs: Stubs) -> None:
     stubs.add("srun", "exit 1")
-    assert client.silent_nodes(["node1", "node2"]) == set()
+    for nodes in (["node1", "node2"], ["node1"]):
+        assert client.silent_nodes(nodes) == set()
 
 
 def test_a_slow_controller_does_not_keep_a_user_waiting(
