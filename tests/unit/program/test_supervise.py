@@ -110,10 +110,11 @@ def test_a_program_gets_the_signal_that_it_catches_once(program: Callable[..., P
     run = program(USR1, TERM)
     before = time.time()
     run.supervisor.received(USR2)
+    assert int(run.process.stdout.readline()) == USR1  # a second one would not be lost
     run.supervisor.received(TERM)
     run.supervisor.look()
     assert run.supervisor.stop == "SIGUSR2"
-    assert run.end() == [USR1]
+    assert run.end() == []
     [(reason, moment)] = run.view.told
     assert reason == "SIGUSR2"
     assert before <= moment <= time.time()
@@ -323,6 +324,16 @@ def test_a_program_that_hangs_is_killed(program: Callable[..., Program]) -> None
     assert run.process.wait(20) == -signal.SIGKILL
     assert isinstance(run.supervisor.fenced, Hang)
     assert run.supervisor.stop == ""
+
+
+def test_a_program_is_looked_at_every_few_seconds(program: Callable[..., Program]) -> None:
+    run = program(TERM)
+    looks: list[object] = []
+    remark = lambda *looked: str(looks.append(looked) or "")  # noqa: E731
+    run.supervisor._rules = Rules(delivery.STOP_SIGNALS, 60.0, remark)
+    for _ in range(2):
+        run.supervisor.look()
+    assert len(looks) == 1
 
 
 def test_a_program_that_cannot_work_is_killed(program: Callable[..., Program]) -> None:

@@ -62,6 +62,7 @@ def test_each_job_that_scontrol_prints_is_parsed() -> None:
     assert task.left_s == 7110
     assert task.start == "2026-11-23T13:49:29"
     assert task.submitted == jobstate.moment("2026-11-23T13:00:10")
+    assert jobstate.describe(task) == "job 11_0 is cancelled (BeginTime)"
     assert (task.has_script, task.is_preempted, task.has_no_priority) == (True, True, False)
     assert task.options == {
         "nodes": "2",
@@ -184,9 +185,7 @@ def test_the_time_left_is_the_controllers_else_that_of_the_jobs_environment(
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     limits: list[float] = []
     with monkeypatch.context() as patch:
-        patch.setattr(
-            client, "find", lambda job_id, limit_s=client.ANSWER_S: limits.append(limit_s)
-        )
+        patch.setattr(client, "find", lambda job, limit_s=60.0: limits.append(limit_s))
         assert client.seconds_left(os.environ) is None
     assert limits == [10.0]  # there may be little time left
     monkeypatch.delenv("SLURM_JOB_ID")
