@@ -8,22 +8,11 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from recipes.core import files, trust
+from recipes.core import files
 from recipes.core.errors import MachineError
 from recipes.core.launch import checks, submit
 from tests import helpers
 from tests.unit.launch.stand_ins import Stubs, describe
-
-
-def test_a_private_folder_is_private(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(MachineError, match="runs/submitit: cannot be created"):
-        trust.private_folder(tmp_path / "runs/submitit")
-    (tmp_path / "mine").mkdir()
-    os.umask(0)
-    folder = trust.private_folder(tmp_path / "mine/submitit")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert trust.private_folder(folder) == folder
 
 
 def test_the_run_directory_has_the_script_and_the_description(
