@@ -141,6 +141,7 @@ def test_backward_pass_hides_the_ring_on_a_gpu() -> None:
     # 8 GPUs of a node, 256 samples each in 0.64 s, ResNet-50's gradients
     base = Measured(Path(), "imagenet", 8, 1, 2048.0, 3200.0, 0.64, 0.4, gradient_bytes=102e6)
     slow = Link(5e-6, 0.2e9)  # a ring of 0.9 s
-    _, waiting_s = scale.predicted(base, slow, 16, weak=True)
-    assert waiting_s == pytest.approx(slow.all_reduce_s(102e6, 16) - 0.4)
+    for weak, hidden_s in ((True, 0.4), (False, 0.2)):
+        _, waiting_s = scale.predicted(base, slow, 16, weak)
+        assert waiting_s == pytest.approx(slow.all_reduce_s(102e6, 16) - hidden_s)
     assert scale.predicted(base, Link(5e-6, 10e9), 16, weak=True) == (0.64, 0.0)

@@ -104,7 +104,7 @@ def test_a_rank_that_is_stopped_or_ends_is_not_a_lost_node(
 def test_strangers_are_ignored() -> None:
     links = NodeLinks()
     port = links.listen(3)
-    for text in (b"7", b"0", b"-1", b"rank", b"1" * 16):
+    for text in (b"7", b"3", b"0", b"-1", b"rank", b"1" * 16):
         with socket.create_connection(("127.0.0.1", port), 5) as stranger:
             stranger.sendall(text)
             assert stranger.recv(1) == b""

@@ -71,6 +71,8 @@ def test_tasks_that_are_not_ranks_have_their_own_numbers(tmp_path: Path) -> None
     cgroup = memory.own_cgroup(make(tmp_path, V2))
     line = memory.Memory(cgroup, 1).describe()
     assert line.endswith("; peak memory: task 0 1500.0 MB, task 1 400.0 MB")
+    line = memory.Memory(cgroup.with_name("task_0"), 0).describe(rank=0)
+    assert line.endswith("; peak memory: rank 0 1500.0 MB, rank 1 400.0 MB")
 
 
 def test_a_process_of_no_task_has_no_number(tmp_path: Path) -> None:

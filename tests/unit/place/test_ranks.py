@@ -126,6 +126,10 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
         step(2, 1, 0, step_id=1, more="SLURM_DISTRIBUTION=cyclic"),
         info("2/3", "1/2", "0/2", **IN_6 | {"port": 10508, "run_id": "6.1"}),
     ),
+    "arbitrary with an address": (
+        step(0, 0, 1, more="MASTER_ADDR=node2"),
+        info("0/3", "0/1", "1/2", **IN_6 | {"addr": "node2"}),
+    ),
     "two steps side by side, the smaller": (
         step(0, 0, 0, tasks="1", job=1, step_id=2)
         | env("SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_NNODES=2"),
@@ -199,8 +203,8 @@ CASES: dict[str, tuple[dict[str, str], RankInfo]] = {
     ),
     "mpirun of one": (env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"), ONE),
     "mpirun in a batch script, the shell's node": (
-        env(f"{OMPI_0} MASTER_ADDR=node1"),
-        info("0/4", "0/2", "0/2", addr="node1", port=27636, in_slurm=True, run_id="16"),
+        env(f"{OMPI_0} MASTER_ADDR=node1 SLURM_RESTART_COUNT=1"),
+        info("0/4", "0/2", "0/2", addr="node1", port=27637, in_slurm=True, run_id="16", restarts=1),
     ),
     "mpirun of one rank a node, the daemon's node": (
         env(

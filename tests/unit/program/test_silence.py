@@ -28,7 +28,7 @@ class Busy(Exception):
 def attempt(tmp_path: Path) -> Attempt:
     (tmp_path / "run/logs").mkdir(parents=True)
     (tmp_path / "saved").mkdir()
-    return helpers.attempt(tmp_path / "run")
+    return helpers.attempt(tmp_path / "run", hosts=("a", "b"))
 
 
 def hangs_after(
@@ -95,7 +95,7 @@ def test_a_hang_is_recorded_even_if_no_rank_answers(
     monkeypatch.setattr(positions, "WAIT_S", 0.3)
     silence.report(attempt, 5.0)
     record = helpers.read(attempt.folder / "failed", "hang0000")
-    late = "rank 0 on a: no answer within 0.3 s: "
+    late = "ranks 0-1: no answer within 0.3 s: "
     assert (record["rank"], record["host"], record["kind"]) == (0, "a", "hang")
     assert record["error"].startswith(f"{SILENT}; {late}")
     assert record["time"] - record["progress"] == pytest.approx(5.3, abs=1.0)
