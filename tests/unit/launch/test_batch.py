@@ -587,6 +587,7 @@ def test_ranks_that_all_exit_before_the_end_are_started_again(
     assert status == 0
     assert [value for verb, value in shell if verb == "step"] == ["--nodes=2"]
     assert capfd.readouterr().out.endswith("\n\f\n")  # `explain` reads what comes after it
+    assert next_of(tmp_path) == "restarted"
     assert batch.step_ended("mnist", 0, environ, may_restart=False) == (1, [])
 
 
@@ -635,6 +636,7 @@ def test_an_evaluation_of_a_run_has_its_own_attempts_and_the_bad_nodes_of_the_jo
     run_dir.mkdir()
     (run_dir / "config.yaml").touch()
     lines = begin(tmp_path, "evaluate=true", "restarts=1")
+    assert "watched 1" in lines
     attempt = attempts.newest(run_dir / "evaluation")
     assert attempts.newest(run_dir) is None
     planned: list[object] = []
@@ -762,6 +764,7 @@ def test_a_job_that_is_refused_after_its_attempt_was_opened_is_shown_as_refused(
 ) -> None:
     stub_scontrol(stubs)
     nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert "step --nodelist=n1" in begin(tmp_path, "restarts=1", "spare=1", **nodes)
     with pytest.raises(ConfigError, match="spare=2: the job has only 2 nodes"):
         begin(tmp_path, "restarts=1", "spare=2", **nodes)
     run = record.read(tmp_path / "run")

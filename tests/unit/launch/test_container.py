@@ -101,6 +101,7 @@ def test_begin_starts_ranks_in_the_container(
         }
         shell = batch.begin("toy", Path(__file__), ["network=ethernet", "device=cpu"], environ)
         assert ("export", "NCCL_IB_DISABLE=1") in shell
+        assert ("unset", "RECIPES_ATTEMPT") in shell  # there is no job
         assert [value for verb, value in shell if verb == "step"][:1] == [option][: bool(option)]
         inside = [value for verb, value in shell if verb == "inside"]
         assert inside[-1] == "python3"

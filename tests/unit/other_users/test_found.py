@@ -523,6 +523,9 @@ def test_the_key_of_a_user_is_whole_and_in_a_folder_that_nobody_else_can_change(
     assert trust.user_key() == b""
     key.parent.chmod(0o755)
     assert trust.user_key() == made
+    key.chmod(0o640)
+    assert trust.user_key() == b""  # a group may have read it
+    key.chmod(0o600)
     for content in (b"a", b"", made + b"a"):
         key.write_bytes(content)
         assert trust.user_key() == b""
