@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.core import files, trust
-from recipes.core.config import key_value
+from recipes.core.config import declare, key_value
+from recipes.core.config.job_keys import JobKeys
 from recipes.core.errors import (
     EXIT_DONE,
     EXIT_MACHINE,
@@ -59,6 +60,9 @@ def command(argv: Sequence[str], root: Path, told: dict[str, Any]) -> int:
             f"--json: launch.py {name} does not support it; "
             "use runs --json or recipes.report --json"
         )
+    if name == "resume" and "--" in words:
+        fix = "to change them, start the run again with its first command and its run_dir="
+        raise InputError(f"--: resume keeps the arguments of the program: {fix}")
     options = dict(word.split("=", 1) for word in words if KEY.match(word))
     names = [word for word in words if not KEY.match(word) and word != "follow"]
     allowed = {"logs": {"rank"}, "resume": options.keys()}.get(name, set())
@@ -341,6 +345,11 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
     """
     folder = Path(run.folder)
     described = _own_description(folder)
+    first = f"the command that started it, and run_dir={shlex.quote(run.folder)}"
+    for word in words:
+        if word.partition("=")[0] in declare.names_of(JobKeys):
+            problem = "resume keeps the size and the options of the job"
+            raise InputError(f"{shown(word)}: {problem}: start the run again with {first}")
     if run.state not in (*UNFINISHED, State.done):
         raise InputError(
             f"{_short(run.folder)}: is {run.state}: wait until it ends, or cancel it first"
@@ -349,7 +358,7 @@ def to_resume(run: Run, words: Sequence[str]) -> list[str]:
         run_dir = f"run_dir={run.folder}"
         again = "with: " + shlex.join(["python", "-m", f"recipes.{run.recipe}", run_dir])
         if run.recipe == command_line.SCRIPT:  # its keys are not kept
-            again = f"with the command that started it, and {shlex.quote(run_dir)}"
+            again = f"with {first}"
         problem = "was not submitted to Slurm: start it again"
         raise InputError(f"{_short(run.folder)}: {problem} {again}")
     trust.own_folder(trust.resolved(folder))

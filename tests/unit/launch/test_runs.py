@@ -569,6 +569,10 @@ def test_what_cannot_be_resumed_is_refused(root: Path) -> None:
     (stopped / "job.sh").write_text("")
     with pytest.raises(ConfigError, match="epoch=3: recipe mnist has no key 'epoch'"):
         run_commands.to_resume(runs.read(stopped, {}), ["epoch=3"])
+    with pytest.raises(InputError, match=r"nodes=2: resume keeps the size .* the command that"):
+        run_commands.to_resume(runs.read(stopped, {}), ["epochs=3", "nodes=2"])
+    with pytest.raises(InputError, match="--: resume keeps the arguments of the program"):
+        run_commands.command(["resume", "12", "--", "--lr", "1"], root, {})
     assert "lr=1" in run_commands.to_resume(runs.read(stopped, {}), ["epochs=3"])
     words = run_commands.to_resume(runs.read(stopped, {}), ["lr=2", "epochs=3"])
     assert {"lr=2", "epochs=3"} <= set(words)
