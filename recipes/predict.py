@@ -106,6 +106,10 @@ def dialogues(path: str) -> Iterator[list[dict[str, str]]]:
             texts = [text for message in messages for text in message.values()]
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise ValueError("has no messages, or content that is not a string")
+            if messages[-1]["role"] == "assistant":
+                raise ValueError("ends with an answer: leave the assistant's last message out")
+            if row.get("tools") or any(part.get("tool_calls") for part in row["messages"]):
+                raise ValueError("has tools, which are not supported here")
             yield messages
 
 

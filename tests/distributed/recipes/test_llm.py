@@ -335,7 +335,16 @@ def test_a_file_of_prompts_is_read_line_by_line(tmp_path: Path, run_dir: Path) -
         predict.main([str(run_dir), f"prompts={path}"])
 
 
-@pytest.mark.parametrize("row", [b"\xff", b'{"messages": []}', b'{"messages": [{"role": "user"}]}'])
+@pytest.mark.parametrize(
+    "row",
+    [
+        b"\xff",
+        b'{"messages": []}',
+        b'{"messages": [{"role": "user"}]}',
+        b'{"messages": [{"role": "assistant", "content": "It is over there."}]}',
+        b'{"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "function"}]}',
+    ],
+)
 def test_a_file_that_has_no_prompts_is_one_line(tmp_path: Path, row: bytes) -> None:
     path = tmp_path / "asked.jsonl"
     path.write_bytes(row)
