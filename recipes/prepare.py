@@ -316,7 +316,8 @@ def prepare_dialogues(keys: DialoguesKeys, data_dir: Path) -> str:
         _say(f"{name}: {len(examples):,} examples, {tokens}")
     model = Path(keys.model).expanduser()
     name = str(model.absolute()) if model.is_dir() else keys.model  # a job starts elsewhere
-    return f"llm model={shlex.quote(name)}"
+    max_len = "" if keys.max_len == DialoguesKeys.max_len else f" max_len={keys.max_len}"
+    return f"llm model={shlex.quote(name)}{max_len}"
 
 
 def prepare_weights(keys: WeightsKeys, data_dir: Path) -> str:

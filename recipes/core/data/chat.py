@@ -48,7 +48,7 @@ class Fault(Enum):
         "the chat template does not begin the assistant's turn with its generation prompt",
         "mark the turns in the template with {% generation %}",
     )
-    too_long = "has more than max_len tokens", "raise max_len=, or give too_long=cut"
+    too_long = "has more than max_len tokens", "raise max_len="
     cut_off = "has no token to learn in its first max_len tokens", "raise max_len="
 
 

@@ -239,6 +239,8 @@ def judge(records: Sequence[Record], too_long: str, say: documents.Say) -> None:
     """Names rows with faults. Raises InputError if there are some and ``too_long`` is refuse, or if
     the end token is never learnt.
     """
+    is_refused = too_long == "refuse"
+    label = "cannot be used" if is_refused else "left out"
     refused = ""
     for fault in Fault:
         places = [place for record in records for place in record["faults"][fault.name]]
@@ -246,10 +248,10 @@ def judge(records: Sequence[Record], too_long: str, say: documents.Say) -> None:
             what, fix = fault.value
             line = f"{'; '.join(places[:MOST_NAMED])}: {what} ({len(places)} rows): {fix}"
             is_cut = fault is Fault.too_long and too_long == "cut"
-            say(f"{'cut' if is_cut else 'left out'}: {line}")
+            say(f"{'cut' if is_cut else label}: {line}")
             refused = refused or line
-    if refused and too_long == "refuse":
-        raise InputError(f"{refused}, or give too_long=drop")
+    if refused and is_refused:
+        raise InputError(f"{refused}, or give too_long=drop or too_long=cut")
 
     examples = sum(record["examples"] for record in records)
     endless = sum(record["endless"] for record in records)

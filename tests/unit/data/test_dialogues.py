@@ -291,7 +291,7 @@ def test_a_bad_row_is_one_line(tmp_path: Path, run: Prepare, rows: list[object],
     if "JSON" in line:
         return
 
-    assert out.endswith("or give too_long=drop\n")
+    assert out.endswith("or give too_long=drop or too_long=cut\n")
     status, out = run("max_len=99", "too_long=drop")
     assert status == 0
     assert re.search(rf"left out: .*{line}", out)
@@ -400,6 +400,14 @@ def test_the_faults_of_all_shards_are_counted() -> None:
         dialogues.judge(records, "refuse", lines.append)
 
 
+def test_no_row_of_a_refused_set_is_said_to_be_left_out() -> None:
+    faults = {fault.name: ["line 1"] if fault is chat.Fault.empty else [] for fault in chat.Fault}
+    lines = list[str]()
+    with pytest.raises(InputError):
+        dialogues.judge([{"faults": faults}], "refuse", lines.append)
+    assert lines == ["cannot be used: line 1: is empty (1 rows): remove it"]
+
+
 def test_long_rows_are_cut(tmp_path: Path, run: Prepare, model: Path) -> None:
     long = {"messages": [USER, {**ANSWER, "content": "A" + "b" * 200}]}
     late = {"messages": [{**USER, "content": "c" * 200}, ANSWER]}
@@ -410,6 +418,8 @@ def test_long_rows_are_cut(tmp_path: Path, run: Prepare, model: Path) -> None:
         r"cut: .*line 2 .*tokens\); .*line 3 .*has more than max_len .*\(2 rows\)", out
     )
     assert re.search(r"left out: .*line 3: has no token to learn in its first max_len tokens", out)
+    assert "too_long=cut" not in out
+    assert f"next: python launch.py recipe=llm model={model} max_len=99 data_dir=" in out
     parts = opened(tmp_path)
     assert sum(map(len, parts)) == 3
     [(_, counted)] = [pair for pair in texts(model, *parts) if "bbb" in pair[0]]
