@@ -166,7 +166,7 @@ def main(cfg: Config, run: Run) -> Results:
     training, validation = (dialogues.limited(part, count) for part in (training, validation))
     prepare(cfg, net)
     run.say(f"{type(net).__name__}: {models.trained(net)}")
-    run.say(f"{len(training):,} examples: {batches.per_epoch} steps of an epoch")
+    run.say(f"{len(training):,} examples: {batches.per_epoch} steps per epoch")
     if batches.per_epoch < FEW_STEPS:
         run.say("warning: an epoch has few steps: reduce global_batch_size= or max_len=")
     autocast = optimisation.autocast(run, cfg)

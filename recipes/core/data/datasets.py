@@ -198,7 +198,8 @@ def find_files(dataset: Dataset, data_dir: str | Path) -> list[Path]:
     paths = {name: find_file(base, dataset, name) for name in dataset.names}
     missing = [name for name, path in paths.items() if not path]
     if missing:
-        where = f"plain or .gz, in {dataset.folder}/, {dataset.name}/ or the folder itself"
+        folders = "/, ".join(dict.fromkeys([dataset.folder, dataset.name]))
+        where = f"plain or .gz, in {folders}/ or the folder itself"
         command = dataset.prepare(base)
         lacking = f"lacks {', '.join(missing)} ({where})"
         raise InputError(f"data_dir={str(base)!r} {lacking}: run this {dataset.how}: {command}")
