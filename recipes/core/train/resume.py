@@ -16,6 +16,8 @@ from recipes.core.train.world import World
 OF_ALL_RANKS = ("checkpoint_every_steps", "keep_every_steps", "keep_best")
 # an evaluation must use the same values of these keys as the training
 OF_THE_MODEL = {"arch", "ema"}
+# sets of samples, which a checkpoint names by their digests
+SETS = {"data": "training set", "validation_data": "validation set"}
 # If one of these differs, a resumed run is not bitwise equal to an uninterrupted one.
 OF_THE_BITS = {"torch", "world_size", "cpu_threads", "device"}
 
@@ -194,10 +196,12 @@ def _check_keys(checkpoints: Checkpoints, path: Path, content: checkpoint.Conten
         changed = resumed.differences(before, now, may_change)
         # Earlier versions saved no digest of the validation set.
         of_file = {"validation_data": order.get("validation_data"), **content["sampler"]}
-        changed += resumed.differences(of_file, order, {"samples", *now})
+        changed += resumed.differences(of_file, order, {"samples", *SETS, *now})
+        others = [name for name in SETS if of_file.get(name) != order.get(name)]
+        changed += [f"another {SETS[name]}" for name in others]
     if changed:
         raise InputError(
-            f"checkpoint {path}: was saved with other keys ({'; '.join(changed)}): "
+            f"checkpoint {path}: was saved with other keys or data ({'; '.join(changed)}): "
             "use its values, or another run_dir; "
             "to change only epochs= or max_steps=, add force=true"
         )

@@ -161,7 +161,8 @@ def test_without_its_runs_config_a_checkpoint_of_another_length_requires_force(
     mnist(tmp_path / "new", *RUN, f"resume={alone}").expect(0)  # the default happens to be the same
     ended = mnist(tmp_path / "other", *RUN, f"resume={alone}", "epochs=9").expect(2)
     assert (
-        "one_rank.pt: was saved with other keys (epochs=4 becomes 9): use its values" in ended.out
+        "one_rank.pt: was saved with other keys or data (epochs=4 becomes 9): use its values"
+        in ended.out
     )
     ended = mnist(
         tmp_path / "other", *RUN, f"resume={stopped}/checkpoints/step-00000005.pt"
@@ -177,7 +178,7 @@ def test_another_validation_set_is_refused(stopped: Path) -> None:
     content["sampler"]["validation_data"] = "another"
     checkpoint.write(path.parent, content)
     assert (
-        "was saved with other keys (validation_data=another becomes "
+        "was saved with other keys or data (another validation set): use its values"
         in mnist(stopped).expect(2).out
     )
     del content["sampler"]["validation_data"]  # as earlier versions
