@@ -81,8 +81,8 @@ def find_groups(
     if not paths:
         *first, last = endings
         besides = " besides the files of val=" if without else ""
-        fix = "give a folder, a file or a pattern"
-        raise InputError(f"{key}={source!r} has no {', '.join(first)} or {last}{besides}: {fix}")
+        problem = f"has no {', '.join(first)} or {last}{besides}" if roots else "names no file"
+        raise InputError(f"{key}={source!r} {problem}: give a folder, a file or a pattern")
 
     groups = defaultdict[int, list[Path]](list)
     end = 0

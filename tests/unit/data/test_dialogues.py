@@ -332,7 +332,7 @@ def test_a_bad_template_is_one_line(
         (["model="], "model='': is not a folder: give the folder of a Hugging Face model"),
         (["model=/dev"], r"model='/dev': .*: give the folder of a Hugging Face model"),
         (["val_fraction=1"], "2 of 2 examples are held out: give more examples, or another val_fr"),
-        (["val=/none"], r"val='/none' has no \.jsonl or \.parquet"),
+        (["val=/none"], "val='/none' names no file: give a folder"),
     ],
 )
 def test_bad_keys_are_one_line(tmp_path: Path, run: Prepare, words: list[str], line: str) -> None:
