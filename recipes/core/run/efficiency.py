@@ -115,9 +115,13 @@ def _faster_data(facts: Json, keys: Json, hosts: Sequence[str]) -> str:
     workers = number(keys.get("num_workers"))
     most = cpus // ranks if cpus > 0 else math.inf
     more = 2 * max(1.0, workers)
-    if workers >= 0 and more <= most:
-        return f"use num_workers={more:.0f}, or a packed copy of the data"
-    return "use more CPUs per rank, or a packed copy of the data (python -m recipes.prepare --help)"
+    fix = "use more CPUs per rank"
+    if workers >= 0:
+        cpus_too = "" if more <= most else "more CPUs per rank and "
+        fix = f"use {cpus_too}num_workers={more:.0f}"
+    if "stage_dir" in keys:  # a recipe that reads packed copies
+        fix += ", or a packed copy of the data (python -m recipes.prepare --help)"
+    return fix
 
 
 def _of_ranks(seconds: Sequence[float], batch: float, hosts: Sequence[str], by_time: bool) -> str:

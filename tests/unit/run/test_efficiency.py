@@ -35,20 +35,20 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
         (
             {"data_wait": 0.61, "forward_backward": 0.2},
             ASKED,
-            {"num_workers": 3},
+            {"num_workers": 3, "stage_dir": ""},
             "61% of each step waits for data: use num_workers=6, or a packed copy",
         ),
         (
             {"data_wait": 0.61, "forward_backward": 0.2},
-            {"cpus": 5},
-            {"num_workers": 3},
-            "61% of each step waits for data: use more CPUs per rank, or a packed copy",
+            {"cpus": 1},
+            {"num_workers": 0},
+            "61% of each step waits for data: use more CPUs per rank and num_workers=2",
         ),
         (
             {"data_wait": 0.61, "forward_backward": 0.2},
             {},
             {},
-            "61% of each step waits for data: use more CPUs per rank, or a packed copy",
+            "61% of each step waits for data: use more CPUs per rank",
         ),
         (
             {"rank_step_s": [0.1, 0.16]},
@@ -110,12 +110,13 @@ def test_the_first_thing_to_change_is_named(
     advice = efficiency.verdict(rows(**changed), facts, keys)
     assert advice.startswith(line)
     assert bool(advice) == bool(line)
+    assert ("packed copy" in advice) == ("stage_dir" in keys)
 
 
 def test_the_cpus_of_a_node_are_shared_by_its_own_ranks() -> None:
     facts = {"cpus": 32, "attempt": 0, "hosts": ["a"] * 4 + ["b"] * 4}
     waiting = rows(data_wait=0.6, forward_backward=0.2, rank_step_s=[0.1] * 8)
-    assert "use num_workers=8," in efficiency.verdict(waiting, facts, {"num_workers": 4})
+    assert "use num_workers=8" in efficiency.verdict(waiting, facts, {"num_workers": 4})
 
 
 def test_rows_of_an_earlier_attempt_say_nothing_about_the_hosts_of_the_newest(
