@@ -102,7 +102,8 @@ def start_from(
     path = checkpoint_of(Path(run))
     content = checkpoint.read(path)
     weights = _without_lora(weights_of(content))
-    about = content["meta"].get("about")
+    meta = content["meta"]
+    about = meta.get("about")
     if not isinstance(about, dict) or about.get("classes") != list(classes):
         say(f"weights={path}: trained on other classes, so the last layer is replaced")
         for name, layer in optimisation.heads(net).items():
@@ -110,8 +111,12 @@ def start_from(
     try:
         net.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        why = f"does not fit the network ({one_line(error, 120)})"
-        raise InputError(f"weights={path}: {why}: give the arch= of that run") from None
+        arch = meta["config"].get("arch")
+        source = f"recipe={meta.get('recipe')}" + (f" arch={arch}" if arch else "")
+        raise InputError(
+            f"weights={path}: does not fit the network ({one_line(error, 120)}): it is of "
+            f"{shown(source)}; give a run of finetune or imagenet with the same arch="
+        ) from None
 
 
 def weights_of(content: checkpoint.Content) -> dict[str, Tensor]:

@@ -106,9 +106,8 @@ def test_a_training_starts_from_the_weights_of_a_run(
         for name in expected.keys() - {"fc.weight", "fc.bias"}:
             assert found[name].allclose(expected[name], atol=1e-6), name
         assert "trained on other classes, so the last layer is replaced" in lines.pop()
-    with pytest.raises(
-        InputError, match=r"does not fit the network .*: give the arch= of that run"
-    ):
+    line = "it is of recipe=finetune arch=shufflenet_v2_x0_5; give a run of finetune or imagenet"
+    with pytest.raises(InputError, match=line):
         started(run_dir, classes, "resnet18")
 
 
