@@ -158,7 +158,7 @@ def test_number_of_checkpoints_that_need_space(
     (run_dir / "checkpoints").mkdir(parents=True)
     for step in (1, 2, 3):  # which the run will remove
         (run_dir / f"checkpoints/step-{step:08d}.pt").touch()
-    assert checks.disk_space(run_dir, 3, two).startswith("2 checkpoints of ")
+    assert checks.disk_space(run_dir, 2, two).startswith("2 checkpoints of ")
     monkeypatch.setattr(files, "free_bytes", lambda folder: 88_608)
     assert checks.disk_space(run_dir, 3, little).startswith("2 checkpoints of ")
     assert " free in " in checks.disk_space(run_dir, 3, None)

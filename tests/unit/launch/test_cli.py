@@ -133,6 +133,8 @@ def test_a_job_whose_data_is_missing_is_not_submitted(
         assert launch.main(["recipe=imagenet", "snapshot=false", *words]) == 0
         line = f"launch.py: {named}={elsewhere} does not exist on this machine"
         assert line in capsys.readouterr().err
+    mounts = [f"data_dir={empty}", "container=docker://x", "container_mounts=/a:/b"]
+    assert launch.main(["recipe=imagenet", "snapshot=false", *mounts]) == 0
 
 
 @pytest.mark.parametrize(

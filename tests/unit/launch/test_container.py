@@ -68,7 +68,9 @@ def test_only_existing_folders_are_bound_and_each_once(
         "lr": f"{tmp_path}/lr",
     }
     settings = command_line.parse([], recipe="imagenet", environ={})
-    settings = dataclasses.replace(settings, typed=words)
+    (tmp_path / "earlier").mkdir()
+    of_run = {"data_dir": f"{tmp_path}/earlier"}
+    settings = dataclasses.replace(settings, typed=words, from_run=of_run)
     folders = container.folders_of_run(settings, tmp_path / "repository")
     assert folders == [str(tmp_path / name) for name in names]
 

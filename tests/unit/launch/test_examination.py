@@ -246,6 +246,8 @@ def test_bad_nodes_are_known_for_a_day_in_their_cluster(tmp_path: Path) -> None:
     (tmp_path / "runs/bad-nodes.json").write_text(json.dumps({"a": ago, "b": 3}))
     bad_nodes.remember(tmp_path, "b", ["n9"])
     assert set(bad_nodes.known(tmp_path, "a")) == {"n2"}
+    bad_nodes.remember(tmp_path, "a", ["n2"])
+    assert bad_nodes.known(tmp_path, "a")["n2"] > time.time() - 3600
     assert set(bad_nodes.known(tmp_path, "b")) == {"n9"}
     assert bad_nodes.known(tmp_path, "c") == {}
 

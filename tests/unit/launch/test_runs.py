@@ -302,7 +302,9 @@ def test_runs_may_be_a_link_to_another_disk(
     (root / "runs").symlink_to(disk)
     new = directory.choose("", "mnist", "14", root)
     attempts.open_next(new, "mnist", {})
+    jobs.record(new, b"", "14", "mnist", [], root=str(root))
     assert (disk / "mnist/14/attempts/0000").exists()
+    assert not (disk / "jobs").exists()  # it is found without a link
     assert runs.find(["11", "last"], root) == [root / "runs/mnist/11", new]
     assert len(runs.find([], root)) == 4
 
@@ -686,6 +688,8 @@ def test_a_watched_table_asks_slurm_again_each_time(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = begun(root / "runs/toy/12", job="12")
+    elsewhere = begun(root / "runs/toy/13", job="12", cluster="there")
+    monkeypatch.setattr(run_commands.client, "cluster_name", lambda: "here")
     queue = iter([{"12": PENDING}, {"12": RUNNING}])
     monkeypatch.setattr(run_commands.client, "mine", lambda: next(queue, {}))
     pauses = iter([None])
@@ -696,7 +700,7 @@ def test_a_watched_table_asks_slurm_again_each_time(
 
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(StopIteration):
-        run_commands.show([str(folder), "watch"], root)
+        run_commands.show([str(folder), str(elsewhere), "watch"], root)
     first, second = capsys.readouterr().out.split("\033[2J")[1:]
     assert "running" not in first
-    assert "running" in second
+    assert second.count("running") == 1
