@@ -67,12 +67,6 @@ def test_an_environment_that_is_no_file_is_refused_before_the_queue(
         describe("environment=.")
 
 
-def test_the_gpus_of_a_node_do_not_count_on_cpus(site: Path) -> None:
-    site.write_text("gpus_per_node: 8\n")
-    made = describe("cluster=here", "device=cpu", "ranks_per_node=2")
-    assert made.directives["ntasks-per-node"] == "2"
-
-
 @pytest.mark.parametrize("gpus", ["--gres", "--gpus-per-task"])
 def test_a_script_of_launch_py_is_submitted_again_as_it_requests_gpus(
     site: Path, gpus: str

@@ -154,7 +154,7 @@ ASKED: tuple[tuple[tuple[str, ...], dict[str, str | None]], ...] = (
         {"--ntasks-per-node": "1", "--cpus-per-task": "16"},
     ),
     (
-        ("device=cpu", "ranks_per_node=3"),
+        ("device=cpu", "gpus_per_node=8", "ranks_per_node=3"),
         {"--ntasks-per-node": "3", "--gpus-per-node": None, "--cpus-per-task": "1"},
     ),
     (("device=cpu", "gpus_per_node=2"), {"--ntasks-per-node": "2", "--gpus-per-node": None}),
