@@ -150,6 +150,17 @@ def check_second_of_three(train: Callable[..., Trained], batch: slice, validatio
     assert len({0, single.training[0].seed, trained.training[0].seed}) == 3
 
 
+def check_bfloat16(train: Callable[..., Trained]) -> None:
+    """Training and evaluation compute in bfloat16, and the loss in float32."""
+    trained = train("max_steps=1", "dtype=bfloat16", "label_smoothing=1")
+    assert trained.evaluation
+    dtypes = {(forward.inputs.dtype, forward.outputs.dtype) for forward in trained.forwards}
+    assert dtypes == {(torch.float32, torch.bfloat16)}
+    outputs = trained.training[0].outputs
+    labels = torch.zeros(len(outputs), dtype=torch.int64)  # any
+    assert trained.rows[0]["loss"] == pytest.approx(cross_entropy(outputs, labels, 1), rel=1e-5)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> float:
     """The mean loss by its definition: a share ``smoothing`` of the target is spread over all
     classes.

@@ -39,8 +39,7 @@ MUTATIONS = [
         "cv2.resize(pixels, (width, height)",
         "cv2.resize(pixels, (height, width)",
         "with decoder=opencv, images that are not square are squeezed",
-        "tests/unit/data/test_images.py::"
-        "test_opencv_keeps_the_sides_of_an_image_that_is_not_square",
+        "tests/unit/data/test_images.py::test_opencvs_pixels_are_close_to_torchvisions",
     ),
     Mutation(
         "recipes/core/data/documents.py",

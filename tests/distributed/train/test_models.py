@@ -204,4 +204,5 @@ def test_pixels_are_normalised_as_the_weights_require() -> None:
     assert models.mean_and_std("resnet50") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert models.find_weights("resnet50", "true").name == "IMAGENET1K_V2"  # the newest
     assert models.mean_and_std("efficientnet_v2_l") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert len(models.mean_and_std("vit_h_14")[0]) == 3  # has no IMAGENET1K_V1
     assert models.classifier("inception_v3", "", 3).transform_input is True  # as with weights

@@ -31,6 +31,7 @@ BAD = {
     "short": (GOOD[:-1], "has 39 bytes, but its header says another size"),
     "long": (GOOD + b"x", "has 41 bytes, but its header says another size"),
     "header cut": (GOOD[:9], "has 9 bytes"),
+    "no dimension": (idx((), b"x"), "has 5 bytes, but its header says another size"),
     "empty": (b"", "is not an IDX file of bytes"),
     "gzip cut": (PACKED[:-9], "end-of-stream marker"),
     "gzip crc": (PACKED[:-8] + bytes([PACKED[-8] ^ 1]) + PACKED[-7:], "CRC check failed"),
