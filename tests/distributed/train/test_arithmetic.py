@@ -198,6 +198,7 @@ def test_only_matrices_and_filters_decay() -> None:
             super().__init__()
             self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
             self.scale = nn.Parameter(torch.ones(8, 1, 1))
+            self.slope = nn.PReLU(8)
             self.attention = nn.MultiheadAttention(8, 2)
             self.wide_norm = nn.LayerNorm((4, 8))
             self.conv = nn.Conv2d(3, 8, 2)

@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import signal
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -224,21 +225,6 @@ def test_samples_do_not_depend_on_ranks_and_workers(
         assert sorted(itertools.chain.from_iterable(ranks)) == alone
 
 
-def test_a_resumed_epoch_has_the_remaining_samples(folder: Path) -> None:
-    source = open_images(folder, "train")
-    whole = content(make_loader(source, batch=5).epoch(4))
-    resumed = content(make_loader(source, batch=5, workers=2).epoch(4, first_batch=2))
-    assert resumed == [sample for sample in whole if sample[1] >= 2]
-
-
-def test_crops_differ_between_batches_and_epochs(tmp_path: Path) -> None:
-    for i in range(6):
-        put(tmp_path / "train" / "a" / f"{i}.JPEG", encoded(picture(0)))
-    loader = make_loader(open_images(tmp_path, "train"), batch=2)
-    crops = [sample[3] for epoch in (0, 1) for sample in content(loader.epoch(epoch))]
-    assert len(set(crops)) == 12
-
-
 def test_the_size_depends_on_the_epoch_and_a_rank_may_have_no_sample(folder: Path) -> None:
     source = open_images(folder, "train")
     sized = make_loader(source, size=rising_size, workers=1)
@@ -344,6 +330,14 @@ def test_more_than_one_percent_unreadable_images_end_the_run(
         line = r"^1\d of \d+ samples cannot be read \('dataset=fake/fake sample \d+': is empty\)"
         with pytest.raises(InputError, match=line):
             list(loader.epoch(0))
+
+
+def test_the_number_of_pixels_is_read_after_other_markers() -> None:
+    """A table, a marker without a length and a fill byte; a part of a table looks like a header."""
+    size = struct.pack(">HH", 3000, 60_000)
+    header = b"\xff\xc0\x00\x0b\x08" + size + bytes(9)
+    table = b"\xff\xc4\x00\x0b\xff\xc0" + bytes(7)
+    assert decode._announced(b"\xff\xd8" + table + b"\xff\x01" + b"\xff" + header) == 180_000_000
 
 
 def cut(path: Path, count: int) -> None:
