@@ -79,6 +79,23 @@ def test_which_checkpoint_of_a_run_is_used(tmp_path: Path) -> None:
         assert trained.checkpoint_of(path) == expected
 
 
+def test_several_labels_have_probabilities_of_their_own() -> None:
+    """Of an image in memory, which is turned as its EXIF data say."""
+    sizes = []
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        sizes.append(image.size)
+        return torch.zeros(1)
+
+    net = torch.nn.Linear(1, 2)
+    net.bias.data = torch.tensor([0.0, 2.0])
+    image = Image.new("RGB", (20, 10))
+    image.getexif()[0x0112] = 6
+    model = trained.Trained(net, transform, ["a", "b"], True, Path())
+    assert list(model(image).items()) == [("b", pytest.approx(0.880797)), ("a", 0.5)]
+    assert sizes == [(10, 20)]
+
+
 def test_a_training_starts_from_the_weights_of_a_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
