@@ -133,6 +133,8 @@ def test_a_resized_image_has_the_quality_and_no_comment_or_profile() -> None:
     expected: Any = Image.open(io.BytesIO(encoded(image, quality=30)))
     assert again.quantization == expected.quantization
     assert b"spam" not in payload
+    wide = encoded(Image.new("RGB", (70_000, 60)), "PNG")  # its copy is not too long
+    assert pillow.encode(wide, 24, 90)[1:] == (24, 28_000)
 
 
 @pytest.mark.parametrize(
