@@ -108,8 +108,9 @@ begin() {
     recipe=$1
     shift
     # A job of launch.py, or one that is requeued, already has its snapshot of the code. A later edit of this file does not affect it.
+    # The first start has made the link, in place of one that came with a copied folder runs/.
     had=$PWD/runs/code/job-${SLURM_JOB_ID:-}
-    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -d "$had" ]; then
+    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ "${RECIPES_SNAPSHOT:-}" != false ] && [ -L "$had" ] && [ -d "$had" ]; then
         require_own "${had%/*}" "$repository" # else another user chooses which folder it is
         code=$had
     fi

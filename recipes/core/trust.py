@@ -8,6 +8,7 @@ library only.
 
 import contextlib
 import grp
+import hashlib
 import os
 import pwd
 import secrets
@@ -92,6 +93,14 @@ def user_key() -> bytes:
             if is_private and len(key) == KEY_BYTES:
                 return key
     return b""
+
+
+def secret_name(text: str) -> str:
+    """A part of a file name, made of ``text``, that no other user can know before the file exists.
+    "" without a key.
+    """
+    key = user_key()
+    return hashlib.sha256(key + text.encode()).hexdigest()[:16] if key else ""
 
 
 def _make_key(path: Path) -> None:

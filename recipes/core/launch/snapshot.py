@@ -2,7 +2,8 @@
 Standard library only.
 
 A snapshot contains the files of `source.code_files`. Its path is ``runs/code/<id>``. The id depends
-on the content, so that jobs with the same code share a snapshot.
+on the content and the user's key, so that jobs with the same code share a snapshot. A folder that
+was copied into ``runs/code``, such as with the runs of another user, is not used.
 """
 
 import hashlib
@@ -15,16 +16,17 @@ from typing import Any
 
 from recipes.core.errors import MachineError
 from recipes.core.files import read_json, write_json
-from recipes.core.trust import private_folder
-from recipes.core.run import source
+from recipes.core.run import directory, source
+from recipes.core.trust import private_folder, secret_name
 
 # largest size of a snapshot; data among the code must not be copied for each job
 MAX_BYTES = 64 << 20
+PURPOSE = "snapshot"  # in the mark of its stamp
 
 
 def take(root: Path) -> Path:
-    """Makes a snapshot of the code in the repository ``root``, unless one with the same content
-    exists.
+    """Makes a snapshot of the code in the repository ``root``, unless this user has made one with
+    the same content.
 
     Returns its folder. Raises MachineError if the snapshot cannot be made or is too large.
     """
@@ -35,9 +37,8 @@ def take(root: Path) -> Path:
         digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
     digest.update(str(commit).encode())
     folder = private_folder((root / "runs/code").resolve())
-    copy = folder / digest.hexdigest()[:16]
-    # after a purge of old files
-    while copy.is_dir() and not all((copy / name).is_file() for name in content):
+    copy = folder / (secret_name(digest.hexdigest()) or secrets.token_hex(8))
+    while os.path.lexists(copy) and not _is_own(copy, content):
         copy = copy.with_name(f"{copy.name}-")
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
@@ -64,6 +65,23 @@ def keep_for(copy: Path, job: str, run_dir: Path) -> None:
         raise MachineError(f"{link}: cannot be made ({error.strerror})") from None
 
 
+def _is_own(copy: Path, content: dict[str, bytes]) -> bool:
+    """Whether this user has made the snapshot here, and it has this content still. Files may have
+    been purged, or copied into it.
+    """
+    stamp = source.stamp(copy)
+    if stamp.get("purpose") != PURPOSE or not directory.is_marked(copy, stamp):
+        return False
+    names = {
+        str(path.relative_to(copy))
+        for path in copy.rglob("*")
+        if (path.is_symlink() or not path.is_dir()) and path.parent.name != "__pycache__"
+    }
+    if names != content.keys() | {source.STAMP, source.DIFF}:
+        return False
+    return all((copy / name).read_bytes() == data for name, data in content.items())
+
+
 def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: bytes) -> None:
     part = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}")
     try:
@@ -75,10 +93,10 @@ def _write(copy: Path, content: dict[str, bytes], stamp: dict[str, Any], diff: b
             if data.startswith(b"#!"):
                 file.chmod(file.stat().st_mode | stat.S_IXUSR)
         (part / source.DIFF).write_bytes(diff)
-        write_json(part / source.STAMP, stamp)
+        write_json(part / source.STAMP, directory.marked(part, {**stamp, "purpose": PURPOSE}))
         part.rename(copy)
     except OSError as error:
-        if not copy.is_dir():  # if it exists, another submission made it first
+        if not _is_own(copy, content):  # else another submission made it first
             raise MachineError(
                 f"{copy}: cannot be made ({error.strerror}): free some space in runs/"
             ) from None

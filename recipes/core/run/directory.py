@@ -155,8 +155,9 @@ def is_copied(run_dir: Path, content: Mapping[str, Any]) -> bool:
 def _mark(run_dir: Path, content: Mapping[str, Any]) -> str:
     key = trust.user_key()
     named = {name: content.get(name) for name in NAMED}
-    if content.get("variables"):  # job.yaml of an earlier version has none
-        named["variables"] = content["variables"]
+    for name in ("variables", "purpose"):  # job.yaml of an earlier version has none
+        if content.get(name):
+            named[name] = content[name]
     if named["job"]:
         named["process"] = None  # only a run outside Slurm is ended by it
     text = json.dumps([run_dir.stat().st_ino, named], sort_keys=True)

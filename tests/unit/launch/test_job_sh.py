@@ -403,8 +403,9 @@ def test_snapshot_false_runs_the_repository(bench: Bench) -> None:
 
 def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench) -> None:
     """Also if the recipe has left the repository since then."""
-    code = bench.root / "runs/code/job-7"
+    code = bench.root / "runs/code/0123"
     shutil.copytree(bench.root / "recipes", code / "recipes")
+    (bench.root / "runs/code/job-7").symlink_to(code)
     shutil.copytree(bench.root / "env", code / "env")
     (code / "sbatch").mkdir()
     (code / "sbatch/job.sh").write_text(
@@ -421,6 +422,25 @@ def test_a_requeued_job_runs_job_sh_and_the_recipe_of_its_snapshot(bench: Bench)
     status, stderr = bench.run(*words, SLURM_RESTART_COUNT="1")
     assert stderr.startswith(f"{code} is incomplete: ")
     assert status == errors.EXIT_MACHINE
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "is_used"),
+    [("link", "", True), ("folder", "", False), ("link", "false", False)],
+)
+def test_a_requeued_job_uses_only_the_link_that_its_first_start_has_made(
+    bench: Bench, kind: str, variable: str, is_used: bool
+) -> None:
+    """A folder, or with snapshot=false a link, came with a copied folder `runs/`."""
+    code = bench.root / "runs/code"
+    copy = code / ("job-7" if kind == "folder" else "0123")
+    (copy / "sbatch").mkdir(parents=True)
+    (copy / "sbatch/job.sh").write_text("echo of the copy >&2; exit 5\n")
+    if kind == "link":
+        (code / "job-7").symlink_to("0123")
+    words = ("sbatch/mnist_1x1.sh", bench.run_dir)
+    _, stderr = bench.run(*words, SLURM_RESTART_COUNT="1", RECIPES_SNAPSHOT=variable)
+    assert ("of the copy" in stderr) == is_used, stderr
 
 
 def test_a_python_that_is_gone_at_the_end_is_named(bench: Bench) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,10 +104,67 @@ def test_equal_code_shares_a_snapshot(root: Path) -> None:
         assert snapshot.was_begun(root, "7", root / name)
 
 
+def plant_nothing(copy: Path) -> None:
+    pass
+
+
+def plant_content(copy: Path) -> None:
+    (copy / "recipes/toy.py").write_text("theirs")
+
+
+def plant_module(copy: Path) -> None:
+    (copy / "torch.py").write_text("theirs")
+
+
+def plant_folder(copy: Path) -> None:
+    (copy / "torch").symlink_to(copy / "recipes")
+
+
+def plant_copy(copy: Path) -> None:
+    """Also if its owner was not careful with the name, which others may then know."""
+    copy.rename(copy.with_name("other"))
+    shutil.copytree(copy.with_name("other"), copy)
+
+
+@pytest.mark.parametrize(
+    ("plant", "is_shared"),
+    [
+        (plant_nothing, True),
+        (plant_content, False),
+        (plant_module, False),
+        (plant_folder, False),
+        (plant_copy, False),
+    ],
+)
+def test_a_snapshot_that_was_copied_or_changed_is_not_used(
+    root: Path, plant: Callable[[Path], None], is_shared: bool
+) -> None:
+    """Such as with the folder runs/ of another user."""
+    first = snapshot.take(root)
+    plant(first)
+    copy = snapshot.take(root)
+    assert (copy == first) == is_shared
+    assert contents(copy) == CODE | {"snapshot.json", "code.diff"}
+    assert (copy / "recipes/toy.py").read_text() == "1"
+
+
+def test_other_users_do_not_know_the_name_of_a_snapshot(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could otherwise put code into a folder runs/ for others to copy."""
+    first = snapshot.take(root)
+    for home in ("other", "other", "missing/home"):
+        (root / "other").mkdir(exist_ok=True)
+        monkeypatch.setenv("HOME", str(root / home))
+        copy = snapshot.take(root)
+        assert copy != first
+
+
 def test_a_snapshot_has_its_commit_and_a_difference_that_git_applies(
     root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert source.stamp(snapshot.take(root)) == {"root": str(root), "commit": None}
+    stamp = source.stamp(snapshot.take(root))
+    assert (stamp["root"], stamp["commit"]) == (str(root), None)
     (root / ".gitignore").write_text("runs/\nignored.py\n")
     run_git(root, "init", "--quiet")
     for number in "12":

@@ -274,6 +274,7 @@ def test_a_requeued_job_runs_no_code_that_another_user_chose(tmp_path: Path, nam
     (other / "job.sh").write_text("echo other; exit 0\n")
     (clone / "runs/code/job-7").symlink_to(other.parent)
     environ = helpers.clean_environment() | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    environ["HOME"] = str(tmp_path)  # without a key
     command = ["bash", "-c", ". sbatch/job.sh; begin toy"]
     for is_shared in (False, True):
         if is_shared:
