@@ -5,6 +5,7 @@ question of each rank. An archive is one file, which Slurm copies from the first
 
 python -m recipes.core.launch.unpack prepare FOLDER           prints FOLDER if it does not exist
 python -m recipes.core.launch.unpack unpack FOLDER ARCHIVE    each runs once on each node
+python -m recipes.core.launch.unpack unpack-copy FOLDER COPY  as unpack, and removes the copy
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
 
 PYTHON = "bin/python"  # in a venv and in a conda environment
-COPY = ".archive"  # a node's copy, until it is unpacked
+UNPACK_COPY = "unpack-copy"  # a step: of a node's copy, which is then removed
 MISSING = 1
 
 
@@ -52,13 +53,13 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
     if prepared not in (EXIT_DONE, MISSING):
         raise MachineError(failed)
     if prepared == MISSING:
-        source = Path(archive)
+        step, source = "unpack", Path(archive)
         if environment.num_nodes(environ) > 1:
             # another job may broadcast the same archive to a node at the same time
-            copy = folder.with_name(f"{folder.name}.{environment.allocation_id(environ)}{COPY}")
+            copy = folder.with_name(f"{folder.name}.{environment.allocation_id(environ)}.archive")
             client.broadcast(source, copy)
-            source = copy
-        if _on_each_node(environ, "unpack", folder, source):
+            step, source = UNPACK_COPY, copy
+        if _on_each_node(environ, step, folder, source):
             raise MachineError(failed)
         say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")
     return str(folder / PYTHON)
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
     try:
         unpack(Path(folder), archive)
     finally:
-        if archive.name.endswith(COPY):
+        if step == UNPACK_COPY:
             archive.unlink(missing_ok=True)
     return EXIT_DONE
 

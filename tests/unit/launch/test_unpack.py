@@ -91,8 +91,25 @@ def test_a_job_does_not_replace_the_archive_that_another_one_unpacks(
     copy.parent.mkdir(mode=0o700)
     copy.touch()
     with pytest.raises(MachineError, match="tar: "):
-        unpack.main(["unpack", f"{tmp_path}/unpacked/environment-1", str(copy)])
+        unpack.main(["unpack-copy", f"{tmp_path}/unpacked/environment-1", str(copy)])
     assert not copy.exists()  # no later job would replace it
+
+
+def test_the_archive_of_the_user_is_kept_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_this_node(environ: Any, step: str, *paths: Path) -> int:
+        return unpack.main([step, *map(str, paths)]) or unpack.MISSING * (step == "prepare")
+
+    monkeypatch.setattr(unpack, "_on_each_node", on_this_node)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    archive = tmp_path / "environment.archive"
+    with tarfile.open(archive, "w") as file:
+        file.add(__file__, unpack.PYTHON)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    python = unpack.on_all_nodes(str(archive), False, job)
+    assert Path(python).exists()
+    assert archive.exists()
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
