@@ -188,7 +188,9 @@ def _require_unused(settings: Settings, attempt: Attempt, job: Job, environ: Env
             f"run_dir={folder}: this job was started before, but this folder does not have its "
             "files: give a folder that all nodes share"
         )
-    elif not settings.run.run_dir and _is_of_earlier_job(attempt, job, environ):
+    elif not settings.run.run_dir and (
+        _is_of_earlier_job(attempt, job, environ) or _has_other_files(attempt, job)
+    ):
         problem = (
             f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: "
             "give run_dir="
@@ -209,6 +211,17 @@ def _is_of_earlier_job(attempt: Attempt, job: Job, environ: Environ) -> bool:
         return False
     first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
     return float(first) < start - SKEW_S
+
+
+def _has_other_files(attempt: Attempt, job: Job) -> bool:
+    """Whether the run directory of a job that has never begun holds more than the files of its
+    submission, such as checkpoints in a folder that was copied.
+    """
+    if attempt.number:
+        return False
+    logs = {Path(path).name for path in (job.log, job.error_log)}
+    names = set(os.listdir(attempt.run_dir)) - logs - {"job.sh", "job.yaml", "attempts"}
+    return any(not name.startswith(".job.") for name in names)  # of an unfinished write
 
 
 def _restrict_log(job: Job, umask: int) -> None:

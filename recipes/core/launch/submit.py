@@ -29,6 +29,10 @@ from recipes.core.run import directory
 from recipes.core.slurm import client, environment, jobstate
 
 
+PURPOSE = "submitit"  # in the mark of the folder of submitit's files
+MARK = "folder.json"
+
+
 @dataclass(frozen=True)
 class Submitted:
     """A job, or an element of a job array, that Slurm has accepted. job: its ID."""
@@ -48,8 +52,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     """
     from submitit.core.utils import FailedJobError
 
-    # a job executes the pickles in it
-    folder = trust.private_folder((job.root / "runs/submitit").resolve())
+    folder = _own_folder(job.root)
     mark = f"recipes-{secrets.token_hex(8)}"
     job = dataclasses.replace(
         job,
@@ -68,7 +71,7 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
         stack.callback(os.umask, os.umask(0o077))
         try:
             files.write_bytes(path, script)
-            executor = _executor(job, python)
+            executor = _executor(job, python, folder)
             programs = ["/bin/bash"] * len(elements)
             arguments = [["bash", str(path)]] * len(elements)
             try:
@@ -95,7 +98,38 @@ def submit(job: Job, python: str, run_dir: str) -> list[Submitted]:
     return runs
 
 
-def _executor(job: Job, python: str) -> Any:
+def _own_folder(root: Path) -> Path:
+    """The folder of submitit's files in the repository ``root``, ``runs/submitit``. Jobs execute
+    the pickles in it, and Slurm writes logs through the links in it.
+
+    If this user has copied the folder, such as with the runs of another user, or if it has links,
+    another folder is made. The links of submitit itself are hidden. Raises MachineError.
+    """
+    number = 0
+    while True:
+        number += 1
+        folder = root / ("runs/submitit" if number == 1 else f"runs/submitit-{number}")
+        trust.private_folder(folder.resolve())
+        try:
+            entries = list(os.scandir(folder))
+            # another submission may write its mark now
+            if all(entry.name.startswith(f".{MARK}.") for entry in entries):
+                mark = directory.marked(folder, {"purpose": PURPOSE})
+                files.write_json(folder / MARK, mark)
+                return folder
+            mark = files.read_json(folder / MARK)
+            is_own = mark.get("purpose") == PURPOSE and directory.is_marked(folder, mark)
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+            has_links = not all(entry.is_file(follow_symlinks=False) for entry in visible)
+            if (is_own or not trust.user_key()) and not has_links:
+                return folder
+        except OSError as error:
+            raise MachineError(
+                f"{folder}: cannot be written ({error.strerror}): free some space there"
+            ) from None
+
+
+def _executor(job: Job, python: str, folder: Path) -> Any:
     """submitit's executor for ``job``, with the same directives as its script but its own log file
     (submitit 1.5).
     """
@@ -111,9 +145,7 @@ def _executor(job: Job, python: str) -> Any:
     # Instead of submitit's own, USR2@90, which would reach a program with stop_before_s=0. It has
     # no effect.
     options.setdefault("signal", "B:CONT@1")
-    executor = executor_class(
-        folder=job.root / "runs/submitit", python=f"exec {shlex.quote(python)}"
-    )
+    executor = executor_class(folder=folder, python=f"exec {shlex.quote(python)}")
     executor.update_parameters(
         use_srun=False,
         stderr_to_stdout=True,

@@ -171,6 +171,22 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
         assert batch.begin("mnist", Path(__file__), [], environ)
 
 
+@pytest.mark.parametrize("name", ["job.yaml", ".job.sh.n1.1.0123abcd", "checkpoints"])
+def test_a_new_job_does_not_use_what_was_put_into_its_default_run_directory(
+    tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Such as a copied folder with the number that a later job has."""
+    monkeypatch.setattr(source, "home", lambda root: tmp_path)
+    stub_scontrol(stubs, RUNNING)
+    (tmp_path / "runs/mnist/7").mkdir(parents=True)
+    (tmp_path / "runs/mnist/7" / name).touch()
+    if name == "checkpoints":
+        with pytest.raises(ConfigError, match=r"runs/mnist/7: holds .*: give run_dir=$"):
+            batch.begin("mnist", Path(__file__), [], of_job(""))
+    else:
+        assert batch.begin("mnist", Path(__file__), [], of_job(""))
+
+
 @pytest.mark.parametrize(
     ("limit", "words", "expected"),
     [

@@ -78,7 +78,7 @@ def test_a_finished_script() -> None:
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
 def test_submitit_has_the_directives_of_the_script(words: tuple[str, ...]) -> None:
     job = describe(*words, root=HOSTILE_ROOT)
-    executor = submit._executor(job, "/py thon")
+    executor = submit._executor(job, "/py thon", job.root / "runs/submitit")
     if job.elements:
         executor.parameters["map_count"] = len(job.elements)
     # submitit 1.5 has no public function that returns the text without submitting it.
@@ -96,7 +96,7 @@ def test_submitit_adds_no_signal_for_a_program_that_gets_none() -> None:
     """Its own one would ask the program to stop."""
     job = describe("recipe=script", "program=/a.py", "stop_before_s=0", root=HOSTILE_ROOT)
     assert "--signal" not in directives(jobs.sbatch_script(job))
-    executor = submit._executor(job, "/py thon")
+    executor = submit._executor(job, "/py thon", job.root / "runs/submitit")
     text = executor._make_submission_file_text(executor._submitit_command_str, "")
     assert directives(text)["--signal"] == "B:CONT@1"
 

@@ -44,7 +44,7 @@ def test_the_run_directory_has_the_script_and_the_description(
     assert "SLURM_NTASKS" not in environ
     assert "SBATCH_PARTITION" not in environ  # sbatch would prefer it to the key that was given
     for path in (tmp_path / "runs" / "submitit").iterdir():
-        assert path.stat().st_mode & 0o077 == 0, path
+        assert path.name == submit.MARK or path.stat().st_mode & 0o077 == 0, path
     assert not list(tmp_path.rglob("canary"))
     text = next((tmp_path / "runs/submitit").glob("*submission*.sh")).read_text()
     assert "export PYTHONUTF8=1\n" in text
@@ -55,6 +55,22 @@ def test_the_run_directory_has_the_script_and_the_description(
     environ = (tmp_path / "env").read_text()
     assert "SBATCH_ACCOUNT=mine\n" not in environ
     assert "SLURM_NTASKS=9\n" not in environ
+
+
+def test_a_folder_of_jobs_that_came_with_a_copy_is_not_used(tmp_path: Path, stubs: Stubs) -> None:
+    """Slurm would write the log through a link in it."""
+    stubs.add("sbatch", "echo Submitted batch job 7")
+    folder = tmp_path / "runs/submitit"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "7_0_log.out").touch()  # of another user, or of an earlier version
+    (folder / "folder.json").write_text('{"purpose": "submitit", "mark": "x"}')
+    names = list[str]()
+    for _ in range(3):
+        [submitted] = submit.submit(describe(root=tmp_path), sys.executable, "")
+        names.append(submitted.log.parent.name)
+        if len(names) == 2:
+            (tmp_path / "runs/submitit-2/8_0_log.out").symlink_to(tmp_path)
+    assert names == ["submitit-2", "submitit-2", "submitit-3"]
 
 
 def test_the_id_of_an_array_is_that_of_the_line_of_sbatch(tmp_path: Path, stubs: Stubs) -> None:
