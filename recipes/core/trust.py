@@ -366,12 +366,16 @@ def own_folder(folder: Path, key: str = "run_dir", is_listed: bool = True) -> No
 
 
 def _require_own_content(folder: Path, key: str, group: int | None) -> None:
-    """Others may have had write permission before. group: its members may have files there. Raises
-    MachineError.
+    """Others may have had write permission before, and `cp -a` keeps it. group: its members may
+    have files there. Raises MachineError.
     """
     for path in map(Path, os.scandir(folder)):
         with contextlib.suppress(FileNotFoundError):  # a temporary file of another process
-            user = path.lstat().st_uid
+            status = path.lstat()
+            if status.st_mode & 0o002 and not stat.S_ISLNK(status.st_mode):
+                fix = f"run chmod -R o-w {shlex.quote(str(folder))}"
+                raise MachineError(f"{key}: every user can write to {path}; {fix}")
+            user = status.st_uid
             if not _is_trusted(user, path) and not (group and _is_member(user, group)):
                 fix = f"remove it (rm -r {shlex.quote(str(path))}), or give another {key}="
                 raise MachineError(f"{key}: {path} belongs to another user; {fix}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -158,6 +160,18 @@ def test_the_files_of_a_model_replace_links_in_a_copied_run(tmp_path: Path, name
         assert not link.is_symlink()
         assert (tmp_path / "run/model/config.json").read_text() == "new"
     assert (tmp_path / "mine/config.json").read_text() == "mine"
+
+
+def test_a_run_whose_files_everybody_can_write_to_is_refused(tmp_path: Path) -> None:
+    """`cp -a` keeps their mode."""
+    (tmp_path / "checkpoint").touch()
+    (tmp_path / "link").symlink_to("checkpoint")  # links have mode 777
+    trust.own_folder(tmp_path)
+    (tmp_path / "checkpoint").chmod(0o666)
+    with pytest.raises(MachineError, match=r"write to .*/checkpoint; run (chmod -R o-w .*)$") as no:
+        trust.own_folder(tmp_path)
+    subprocess.run(shlex.split(str(no.value).partition("; run ")[2]), check=True)
+    trust.own_folder(tmp_path)
 
 
 def test_data_are_not_written_through_a_link_in_a_copied_folder(tmp_path: Path) -> None:
