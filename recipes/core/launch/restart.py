@@ -15,12 +15,13 @@ from pathlib import Path
 
 from recipes.core import files
 from recipes.core.errors import ConfigError, Kind, kind_of
-from recipes.core.launch import examination
+from recipes.core.launch import examination, unpack
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, ledger, saves
 from recipes.core.run.attempt import Attempt
 from recipes.core.run.judge import Outcome
 from recipes.core.run.logs import say
+from recipes.core.run.outlook import HOW_TO_RESUME
 from recipes.core.run.spec import Spec
 from recipes.core.slurm import client, environment
 from recipes.core.variables import Environ
@@ -105,6 +106,9 @@ def plan(
         names = ",".join(sorted(excluded))
         requeued = examination.requeue_without(names, RESUBMITS, run_dir, environ)
         return Restart(f"too few nodes are left without {names}; {requeued}")
+    if run.environment and not unpack.is_kept(spec.inside[-1], good[:count], environ):
+        problem = "a node no longer has the files of environment="
+        return Restart(f"not started again, since {problem}: {HOW_TO_RESUME}")
     options = ["--overlap"]  # of a node that does not answer, Slurm has not taken back its tasks
     if excluded or run.spare:
         options += options_of(good[:count], environ)

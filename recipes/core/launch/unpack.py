@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.core import errors, files, trust
@@ -65,6 +66,13 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
     return str(folder / PYTHON)
 
 
+def is_kept(python: str, nodes: Sequence[str], environ: Environ) -> bool:
+    """Whether the Python of `on_all_nodes` is still on each of these nodes of the job, in a folder
+    of this user. A cleaner of /tmp may have removed it, and another user may have replaced it.
+    """
+    return _on_each_node(environ, "prepare", Path(python).parents[1], nodes=nodes) == EXIT_DONE
+
+
 def _folders() -> list[Path]:
     """Folders for environments, the usual one first. On a node where another user has made it, the
     job uses one whose name nobody can know in advance, and later jobs use it too.
@@ -77,9 +85,9 @@ def _folders() -> list[Path]:
     return [usual, *own[:1], usual.with_name(f"{usual.name}-{secrets.token_hex(8)}")]
 
 
-def _on_each_node(environ: Environ, step: str, *paths: Path) -> int:
+def _on_each_node(environ: Environ, step: str, *paths: Path, nodes: Sequence[str] = ()) -> int:
     """Runs a step of `main` on each node of the job. Returns its exit status, or MISSING."""
-    command = client.on_each_node(environ)
+    command = client.on_each_node(environ, nodes)
     command += [sys.executable, "-m", __name__, step, *map(str, paths)]
     done = subprocess.run(command, env=environ, cwd=files.ROOT, stdout=subprocess.PIPE)
     # srun prints an error line for each task with another status than 0

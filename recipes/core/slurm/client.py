@@ -330,12 +330,12 @@ def one_line(output: str) -> str:
     return " ".join(re.sub(r"sbatch: |error: |Job \d+ ", "", output).split())
 
 
-def on_each_node(environ: Environ) -> list[str]:
+def on_each_node(environ: Environ, nodes: Sequence[str] = ()) -> list[str]:
     """The beginning of a command that starts one task on each node of the job, in the folder of the
-    code. The command of the task follows.
+    code. The command of the task follows. nodes: only these; () for all.
     """
-    count = environment.num_nodes(environ)
-    return _step(environ, count, [f"--ntasks={count}", "--ntasks-per-node=1"])
+    count = len(nodes) or environment.num_nodes(environ)
+    return _step(environ, nodes, [f"--ntasks={count}", "--ntasks-per-node=1"])
 
 
 def with_all_gpus(environ: Environ, nodes: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -350,13 +350,14 @@ def with_all_gpus(environ: Environ, nodes: Sequence[str], options: Sequence[str]
         # GPU each, and after the loss of a node, srun refuses the GPUs of all (seen with 22.05).
         size = [f"--ntasks={environment.count_tasks(environ, nodes)}", "--gpu-bind=none"]
         size.append("--wait=0")  # the first tasks end much later
+    return _step(environ, nodes, [*size, *options])
+
+
+def _step(environ: Environ, nodes: Sequence[str], options: Sequence[str]) -> list[str]:
+    count = len(nodes) or environment.num_nodes(environ)
+    command = ["srun", f"--nodes={count}", "--export=ALL", "--wait=60", "--mem=0"]
     if nodes:
-        size += [f"--nodelist={','.join(nodes)}", "--overlap"]
-    return _step(environ, count, [*size, *options])
-
-
-def _step(environ: Environ, nodes: int, options: Sequence[str]) -> list[str]:
-    command = ["srun", f"--nodes={nodes}", "--export=ALL", "--wait=60", "--mem=0"]
+        command += [f"--nodelist={','.join(nodes)}", "--overlap"]
     command.append(f"--cpus-per-task={environment.cpus_per_task(environ) or 1}")
     # on a node that does not see the folder, srun alone would start the task in /tmp
     return [*command, *options, "env", "-C", str(ROOT)]

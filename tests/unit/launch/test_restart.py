@@ -1,12 +1,14 @@
 """Which failures start the ranks of a job again, and on which nodes."""
 
+import dataclasses
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from recipes.core import files
-from recipes.core.errors import ConfigError, Kind
+from recipes.core.errors import EXIT_MACHINE, ConfigError, Kind
 from recipes.core.launch import restart
 from recipes.core.run import attempt as attempts
 from recipes.core.run import command_line, saves
@@ -126,6 +128,30 @@ def test_a_node_that_was_left_out_stays_out(tmp_path: Path, bad_nodes: set[str])
     third = planned(tmp_path, *words)
     assert "--nodelist=node1,node4" in third.options
     assert "restart 3 of at most 3" in third.line
+
+
+def test_a_python_that_another_user_may_have_replaced_is_not_started_again(
+    tmp_path: Path, bad_nodes: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner of /tmp may have removed its folder. A node that is left out is not asked."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, EXIT_MACHINE, b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    attempt = failed(tmp_path)
+    bad_nodes.add("node2")
+    spec = spec_of(tmp_path, "restarts=1", "min_nodes=2", "environment=/e.tar")
+    spec = dataclasses.replace(spec, inside=("/tmp/recipes-1/environment-2/bin/python",))
+    outcome = Outcome("failed", Kind.killed)
+    following = restart.plan(attempt, outcome, spec, tmp_path.parent, ENVIRON)
+    assert following.attempt is None
+    assert "since a node no longer has the files of environment=" in following.line
+    [command] = commands
+    assert "--nodelist=node1,node3,node4" in command
+    assert command[-2:] == ["prepare", "/tmp/recipes-1/environment-2"]
 
 
 def test_restarts_end_at_their_number_and_without_progress(
