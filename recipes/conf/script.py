@@ -2,8 +2,10 @@
 `command_line.of_script`.
 """
 
+import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,3 +90,19 @@ class Config(RecipeKeys):
                 f"launcher_args={shown(self.launcher_args)}: requires through=torchrun or "
                 "through=accelerate"
             )
+        if _has_unsafe_rendezvous(shlex.split(self.launcher_args)):
+            raise ConfigError(
+                f"launcher_args={shown(self.launcher_args)}: leave out --standalone and "
+                "--rdzv-backend: such a rendezvous can execute code of other users"
+            )
+
+
+def _has_unsafe_rendezvous(options: Sequence[str]) -> bool:
+    """Whether options of torchrun or accelerate select a rendezvous that reads pickles from its
+    port (torch 2.15, dynamic_rendezvous.py). Both accept the beginning of an option, and "_".
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--standalone", nargs="?", const="true")
+    parser.add_argument("--rdzv-backend", nargs="?", default="static")
+    seen, _ = parser.parse_known_args([option.replace("_", "-") for option in options])
+    return bool(seen.standalone) or seen.rdzv_backend != "static"

@@ -377,19 +377,16 @@ TABLE: dict[str, How] = {
             "epochs 20": "epochs 2",
         }
     ),
-    "python launch.py script=ddp.py launcher=local gpus_per_node=2 through=torchrun "
-    "launcher_args=--standalone": here(
-        swap={"gpus_per_node=2": "ranks_per_node=2 device=cpu"}, says="^epoch 10  loss 0.0"
-    ),
     "python launch.py recipe=points launcher=local ranks_per_node=2 device=cpu": here(
         says="^points: 2 ranks on 1 node"
     ),
     # docs/coming-from.md
-    "torchrun --standalone --nproc-per-node=8 -m recipes.mnist": here(
+    "torchrun --nproc-per-node=8 -m recipes.mnist": here(
         FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
     ),
-    "torchrun --standalone --nproc-per-node=8 --max-restarts=1 -m recipes.mnist "
-    "run_dir=runs/mine": here(FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"),
+    "torchrun --nproc-per-node=8 --max-restarts=1 -m recipes.mnist run_dir=runs/mine": here(
+        FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
+    ),
     "python -m torch.distributed.launch --nproc-per-node=8 -m recipes.mnist": here(
         FEW, {"node=8": "node=2"}, says="^mnist: 2 ranks"
     ),

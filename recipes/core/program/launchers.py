@@ -69,6 +69,10 @@ class Launch:
         # It would switch off the FSDP or DeepSpeed of the user's configuration (accelerate 1.15).
         is_default = not self.extra and not has_accelerate_config(os.environ)
         kind = ["--multi_gpu"] if total > 1 and is_default else []
+        if info.num_nodes == 1:
+            # A port in the command could be taken by another user. accelerate would then choose a
+            # rendezvous that executes what it receives (accelerate 1.15).
+            port = "0"
         return [
             *accelerate,
             *kind,

@@ -161,6 +161,14 @@ def test_the_ranks_that_a_launcher_starts_follow_from_the_keys_of_the_job(
             ("through=node", "launcher_args=--x"),
             "launcher_args=--x: requires through=torchrun or through=accelerate",
         ),
+        *(
+            (
+                ("through=torchrun", f"launcher_args={options}"),
+                f"launcher_args={options}: leave out --standalone and --rdzv-backend: "
+                "such a rendezvous can execute code of other users",
+            )
+            for options in ("--standalone", "--stand", "--rdzv_backend c10d", "--rdzv-backend=etcd")
+        ),
         (
             ("through=torchrun", "launcher_args='"),
             "launcher_args=': No closing quotation; close the quotes",

@@ -61,7 +61,9 @@ def test_accelerate_starts_a_wrapper_for_each_rank_of_the_node() -> None:
     )
     assert command("accelerate", 8) == expected
     assert "--multi_gpu" in command("accelerate", 1)  # on each of two nodes
-    assert "--multi_gpu" not in command("accelerate", 1, ALONE)
+    alone = command("accelerate", 1, ALONE)
+    assert "--multi_gpu" not in alone
+    assert "--main_process_port=0 " in alone  # nobody can take it before accelerate does
 
 
 @pytest.mark.parametrize("end", ["yaml", "json", ""])
