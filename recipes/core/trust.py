@@ -259,7 +259,10 @@ def resolved(path: Path, to_same_owner: bool = False) -> Path:
         if not is_followed and to_same_owner:
             is_followed = real.lstat().st_uid == target.lstat().st_uid
         if not is_followed:
-            fix = "copy the file or folder" if to_same_owner else "give the folder itself"
+            fix = "give the folder itself"
+            if to_same_owner:
+                look = shlex.join(["readlink", "-f", str(real)])
+                fix = f"look where it leads ({look}), then copy that file or folder"
             raise MachineError(f"{real}: is a link of another user; {fix}")
         parts += reversed(target.parts)
     return real  # links in a circle: what makes the folder says what is wrong

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,13 +145,31 @@ def _copy(folder: Path, copy: Path, stack: contextlib.ExitStack) -> None:
                 stack.callback(os.close, descriptor)
                 target.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
             else:
-                content = files.read_bounded(path, left, trust.without_links_of_others)
+                real = _inside(path, folder)
+                content = files.read_bounded(real, left, trust.without_links_of_others)
                 left -= len(content)
                 target.write_bytes(content)
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             fix = "give a copy of the model without it, or another TMPDIR"
             raise InputError(f"{path}: cannot be copied to {copy} ({why}): {fix}") from None
+
+
+def _inside(path: Path, folder: Path) -> Path:
+    """A file of the model in ``folder``, without links. Raises MachineError for a link of another
+    user, and InputError if it is in another folder, but for the files of the hub's cache: a copy
+    of a folder has links of this user, and an export would publish the file.
+    """
+    real = trust.resolved(path, to_same_owner=True)
+    home = Path(os.path.realpath(folder))
+    is_of_cache = home.parent.name == "snapshots" and real.parent == home.parents[1] / "blobs"
+    if not real.is_relative_to(home) and not is_of_cache:
+        fix = shlex.join(["cp", "--remove-destination", str(real), str(path)])
+        why = f"is a link to {real}, outside the folder of the model"
+        raise InputError(f"{path}: {why}: if you may publish that file, run {fix}")
+    return real
 
 
 def _require_names_inside(model: str, copy: Path) -> None:

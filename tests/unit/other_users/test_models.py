@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def test_a_model_has_no_link_of_another_user_and_no_pipe(tmp_path: Path) -> None
     for name in ("x.jinja", "additional_chat_templates/x.jinja", "x.safetensors"):
         link = model / name
         link.symlink_to(tmp_path / "secret")
-        assert link.name in copied(model)  # an own link
+        if link.suffix == ".safetensors":
+            assert link.name in copied(model)  # an own link
         os.lchown(link, STRANGER, STRANGER)
         with pytest.raises(MachineError, match=rf"{link}: is a link of another user"):
             copied(model)
@@ -40,6 +42,27 @@ def test_a_model_has_no_link_of_another_user_and_no_pipe(tmp_path: Path) -> None
         link = link.rename(model / name)
         with pytest.raises(InputError, match=rf"{link}: cannot be copied to .* ordinary file"):
             copied(model)
+
+
+def test_a_copied_model_publishes_no_private_file(tmp_path: Path) -> None:
+    """In a copy, links of its former owner are links of this user."""
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    model = tmp_path / "models--a--b/snapshots/0"
+    model.mkdir(parents=True)
+    blob = tmp_path / "models--a--b/blobs/1"
+    blob.parent.mkdir()
+    blob.write_text("theirs")
+    template = model / "chat_template.jinja"
+    template.symlink_to("../../blobs/1")
+    assert copied(model) == {template.name}
+    blob.unlink()
+    blob.symlink_to(secret)
+    with pytest.raises(InputError, match=rf"is a link to {secret}, outside") as refused:
+        copied(model)
+    fix = str(refused.value).rpartition("run ")[2]
+    subprocess.run(fix, shell=True, check=True)
+    assert copied(model) == {template.name}
 
 
 def test_a_model_cannot_be_exchanged_after_it_was_checked(tmp_path: Path) -> None:
