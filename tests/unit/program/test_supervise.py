@@ -27,11 +27,17 @@ USR1 = signal.SIGUSR1
 USR2 = signal.SIGUSR2
 TERM = signal.SIGTERM
 # Writes the number of each signal that it catches. A line on stdin lets it catch the signals of
-# that line.
+# that line. It wakes up from time to time, since Python runs a handler only then if the signal came
+# just before a read.
 PROGRAM = """
-import os, signal, sys
+import os, select, signal, sys
 os.write(1, b"ready\\n")
-for line in sys.stdin:
+while True:
+    if not select.select([0], [], [], 0.1)[0]:
+        continue
+    line = sys.stdin.readline()
+    if not line:
+        break
     for number in map(int, line.split()):
         signal.signal(number, lambda number, frame: os.write(1, f"{number}\\n".encode()))
     os.write(1, b"catches\\n")
