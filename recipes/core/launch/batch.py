@@ -14,7 +14,6 @@ python -m recipes.core.launch.batch finish RECIPE STATUS        `finish`: the sa
 """
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -36,7 +35,7 @@ from recipes.core.errors import (
     Next,
 )
 from recipes.core.files import ROOT
-from recipes.core.launch import container, examination, jobs, restart, snapshot, unpack
+from recipes.core.launch import admission, container, examination, jobs, restart, snapshot, unpack
 from recipes.core.run import attempt as attempts
 from recipes.core.run import (
     command_line,
@@ -60,7 +59,6 @@ FOR_SHELL = 3  # the file descriptor that the script's shell reads
 Shell = list[tuple[str, str]]  # what the script's shell does: pairs of a verb and a value
 SEEN_S = 2 * in_use.HEARTBEAT_S  # the wrappers of all nodes have read a stop note after this time
 UNSAVED_REQUEUES = 2
-SKEW_S = 60.0  # between the clocks of a node and of the controller
 EARLY_S = 60.0  # Slurm may send the signal before the time limit this much early
 
 
@@ -88,7 +86,7 @@ def begin(recipe: str, script: Path, words: list[str], environ: Environ) -> Shel
             run_dir = directory.choose(settings.run.run_dir, recipe, job_id, ROOT)
             attempt = _open_attempt(settings, run_dir, job, environ)
             exported[attempts.VARIABLE] = str(attempt.folder)
-            _require_unused(settings, attempt, job, environ)
+            admission.require_unused(settings, attempt, job, environ)
             code = _code(environ, attempt.run_dir)
             _describe(settings, run_dir, script, code, job, environ)
             if settings.config.program:
@@ -174,54 +172,6 @@ def _open_attempt(settings: Settings, run_dir: Path, job: Job, environ: Environ)
     if settings.config.evaluate:
         folder = directory.inside(run_dir, directory.EVALUATION)
     return attempts.open_next(folder, settings.recipe, environ, submitted=job.submitted)
-
-
-def _require_unused(settings: Settings, attempt: Attempt, job: Job, environ: Environ) -> None:
-    """Raises ConfigError if the job may not use the run directory."""
-    folder = attempt.run_dir
-    repository = source.home(ROOT)
-    problem = ""
-    if not attempt.number and snapshot.was_begun(
-        repository, environment.allocation_id(environ), folder
-    ):
-        problem = (
-            f"run_dir={folder}: this job was started before, but this folder does not have its "
-            "files: give a folder that all nodes share"
-        )
-    elif not settings.run.run_dir and (
-        _is_of_earlier_job(attempt, job, environ) or _has_other_files(attempt, job)
-    ):
-        problem = (
-            f"run_dir={folder}: holds the run of an earlier job with this ID, or a copy of one: "
-            "give run_dir="
-        )
-    elif settings.config.starts_a_run:
-        # the ranks check this again, but in a container they may have no scontrol
-        problem = in_use.check(attempt, environ)
-    if problem:
-        raise ConfigError(problem)
-
-
-def _is_of_earlier_job(attempt: Attempt, job: Job, environ: Environ) -> bool:
-    """Whether the attempts before this one are older than this job: its ID was used before, and it
-    was never requeued.
-    """
-    start = jobstate.moment(job.start)
-    if not attempt.number or environment.restarts(environ) or not start:
-        return False
-    first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
-    return float(first) < start - SKEW_S
-
-
-def _has_other_files(attempt: Attempt, job: Job) -> bool:
-    """Whether the run directory of a job that has never begun holds more than the files of its
-    submission, such as checkpoints in a folder that was copied.
-    """
-    if attempt.number:
-        return False
-    logs = {Path(path).name for path in (job.log, job.error_log)}
-    names = set(os.listdir(attempt.run_dir)) - logs - {"job.sh", "job.yaml", "attempts"}
-    return any(not name.startswith(".job.") for name in names)  # of an unfinished write
 
 
 def _restrict_log(job: Job, umask: int) -> None:

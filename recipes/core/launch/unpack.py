@@ -54,12 +54,15 @@ def on_all_nodes(archive: str, in_container: bool, environ: Environ) -> str:
     if prepared not in (EXIT_DONE, MISSING):
         raise MachineError(failed)
     if prepared == MISSING:
-        step, source = "unpack", Path(archive)
+        step = "unpack"
+        source = Path(archive)
         if environment.num_nodes(environ) > 1:
             # another job may broadcast the same archive to a node at the same time
-            copy = folder.with_name(f"{folder.name}.{environment.allocation_id(environ)}.archive")
+            job_id = environment.allocation_id(environ)
+            copy = folder.with_name(f"{folder.name}.{job_id}.archive")
             client.broadcast(source, copy)
-            step, source = UNPACK_COPY, copy
+            step = UNPACK_COPY
+            source = copy
         if _on_each_node(environ, step, folder, source):
             raise MachineError(failed)
         say(f"environment: {archive} is unpacked in {folder} ({time.monotonic() - began:.0f} s)")
