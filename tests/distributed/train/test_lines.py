@@ -51,7 +51,7 @@ class Terminal(io.StringIO):
 def test_progress_is_rewritten_in_one_line_of_the_terminal(
     columns: int, known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "get_terminal_size", lambda of: SimpleNamespace(columns=columns))
+    monkeypatch.setattr(os, "get_terminal_size", lambda of: os.terminal_size((columns, 24)))
     terminal = Terminal()
     world: Any = SimpleNamespace(rank=0)
     console = Console(world, terminal)

@@ -397,7 +397,7 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
 
 
 LIMITED = """
-import resource, sys
+import mmap, resource, sys  # numpy imports mmap, which needs a file in Python 3.14
 from pathlib import Path
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
