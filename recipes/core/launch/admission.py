@@ -1,6 +1,5 @@
 """Whether a job may use its run directory. Never imports torch."""
 
-import math
 import os
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from recipes.core.config.parser import Settings
 from recipes.core.errors import ConfigError
 from recipes.core.files import ROOT
 from recipes.core.launch import snapshot
-from recipes.core.run import in_use, source
+from recipes.core.run import directory, in_use, source
 from recipes.core.run.attempt import Attempt
 from recipes.core.slurm import environment, jobstate
 from recipes.core.slurm.jobstate import Job
@@ -44,14 +43,14 @@ def require_unused(settings: Settings, attempt: Attempt, job: Job, environ: Envi
 
 
 def _is_of_earlier_job(attempt: Attempt, job: Job, environ: Environ) -> bool:
-    """Whether the attempts before this one are older than this job: its ID was used before, and it
-    was never requeued.
+    """Whether the attempts before this one are older than this job, or were copied: its ID was used
+    before, and it was never requeued.
     """
-    start = jobstate.moment(job.start)
-    if not attempt.number or environment.restarts(environ) or not start:
+    if not attempt.number or environment.restarts(environ):
         return False
-    first = Attempt(attempt.run_dir, 0).facts().get("time", math.inf)
-    return float(first) < start - SKEW_S
+    first = Attempt(attempt.run_dir, 0).read("opened.json")
+    start = jobstate.moment(job.start) or 0.0
+    return not directory.is_marked(attempt.run_dir, first) or first["time"] < start - SKEW_S
 
 
 def _has_other_files(attempt: Attempt, job: Job) -> bool:

@@ -40,6 +40,8 @@ def take(root: Path) -> Path:
     copy = folder / (secret_name(digest.hexdigest()) or secrets.token_hex(8))
     while os.path.lexists(copy) and not _is_own(copy, content):
         copy = copy.with_name(f"{copy.name}-")
+    for compiled in copy.rglob("__pycache__"):  # Python would run what was copied into it
+        shutil.rmtree(compiled, ignore_errors=True)
     if not copy.is_dir():
         _write(copy, content, {"root": str(root), "commit": commit}, source.difference(root))
     return copy

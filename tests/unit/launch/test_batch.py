@@ -134,11 +134,12 @@ def test_a_link_in_place_of_the_log_changes_no_other_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("age_s", "restarts", "is_refused"),
+    ("age_s", "restarts", "more", "is_refused"),
     [
-        (7200.0, "0", True),
-        (7200.0, "1", False),
-        (3630.0, "0", False),  # the clocks of two machines
+        (7200.0, "0", {}, True),
+        (7200.0, "1", {}, False),
+        (3630.0, "0", {}, False),  # the clocks of two machines
+        (3630.0, "0", {"mark": "of another folder"}, True),  # a copy with the number of this job
     ],
 )
 def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
@@ -147,6 +148,7 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     monkeypatch: pytest.MonkeyPatch,
     age_s: float,
     restarts: str,
+    more: dict[str, str],
     is_refused: bool,
 ) -> None:
     """Job IDs start again after Slurm has lost its state. A second step of this job is younger than
@@ -157,7 +159,8 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
     attempts.begin(earlier, 0, own=False)
     directory.write_status(earlier.run_dir, "done", attempt=0, step=3)
     now = time.time()
-    files.write_json(earlier.folder / "opened.json", {**earlier.facts(), "time": now - age_s})
+    opened = {**earlier.facts(), "time": now - age_s, **more}
+    files.write_json(earlier.folder / "opened.json", opened)
     attempts.open_next(earlier.run_dir, "mnist", {"SLURM_JOB_ID": "7"})  # since then
     started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - 3600))
     stub_scontrol(stubs, f"{RUNNING} StartTime={started} Restarts={restarts}")

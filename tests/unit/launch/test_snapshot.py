@@ -120,6 +120,11 @@ def plant_folder(copy: Path) -> None:
     (copy / "torch").symlink_to(copy / "recipes")
 
 
+def plant_compiled(copy: Path) -> None:
+    (copy / "recipes/__pycache__").mkdir()
+    (copy / "recipes/__pycache__/toy.cpython-311.pyc").write_text("theirs")
+
+
 def plant_copy(copy: Path) -> None:
     """Also if its owner was not careful with the name, which others may then know."""
     copy.rename(copy.with_name("other"))
@@ -130,6 +135,7 @@ def plant_copy(copy: Path) -> None:
     ("plant", "is_shared"),
     [
         (plant_nothing, True),
+        (plant_compiled, True),
         (plant_content, False),
         (plant_module, False),
         (plant_folder, False),
