@@ -77,8 +77,8 @@ def variables(start: Start, attempt: Attempt, launch: Launch) -> dict[str, str]:
     threads = start.settings.run.cpu_threads or int(several)
     if threads:
         environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if launch.on_cpu:  # else accelerate forms no group
-        environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if launch.on_cpu:
+        environ = launchers.OF_CPU | environ
     of_rank = launchers.variables_of_rank(info)
     if launch.through == "node":
         for name in of_rank:
@@ -230,7 +230,7 @@ def run_launcher(start: Start, attempt: Attempt, launch: Launch, is_first: bool)
     info = start.ranks
     environ = {**os.environ, launchers.TASK: str(info.rank)}
     if launch.on_cpu:
-        environ.setdefault("ACCELERATE_USE_CPU", "true")
+        environ = launchers.OF_CPU | environ
     environ.setdefault("OMP_NUM_THREADS", str(start.settings.run.cpu_threads or 1))
     for name in launchers.variables_of_rank(info):
         environ.pop(name, None)

@@ -18,6 +18,9 @@ from recipes.core.variables import Environ
 HOOK = Path(__file__).parent / "hook"
 # set for the wrappers of ranks that a launcher starts: the number of its task
 TASK = "RECIPES_TASK"
+# Without the first, accelerate forms no group on CPUs. Without the second, its device is cpu:0, on
+# which the Trainer before transformers 5.18 cannot load its checkpoint.
+OF_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 
 @dataclass(frozen=True)

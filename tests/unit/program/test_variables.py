@@ -49,7 +49,7 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(
         ("8", 0, {}, "8"),
     ],
 )
-def test_the_users_number_of_threads_is_kept(
+def test_the_users_variables_are_kept(
     monkeypatch: pytest.MonkeyPatch,
     exported: str,
     cpu_threads: int,
@@ -62,9 +62,12 @@ def test_the_users_number_of_threads_is_kept(
         monkeypatch.setenv("OMP_NUM_THREADS", exported)
     settings = SimpleNamespace(run=SimpleNamespace(cpu_threads=cpu_threads))
     start: Any = SimpleNamespace(ranks=ranks.detect(world), settings=settings)
-    launch: Any = SimpleNamespace(through="rank", on_cpu=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "typed")
+    launch: Any = SimpleNamespace(through="rank", on_cpu=True)
     variables = script.variables(start, Attempt(Path("/run"), 0), launch)
     assert variables.get("OMP_NUM_THREADS") == expected
+    assert variables["ACCELERATE_USE_CPU"] == "typed"
+    assert variables["ACCELERATE_TORCH_DEVICE"] == "cpu"
     assert variables["RECIPES_STOP_NOTE"] == "7:/run/attempts/0000/stop.json"
 
 
