@@ -397,7 +397,8 @@ def test_invalid_source_and_target_folders_are_refused(source: Path, tmp_path: P
 
 
 LIMITED = """
-import mmap, resource, sys  # numpy imports mmap, which needs a file in Python 3.14
+import resource, sys
+import mmap  # as numpy does later; this needs a file in Python 3.14
 from pathlib import Path
 from recipes.core.data.packed import format
 from recipes.core.data.packed.read import Packed
@@ -412,8 +413,8 @@ for split in format.SPLITS:
 def test_a_copy_may_have_more_files_than_a_process_may_open(unbroken: Path) -> None:
     """As the soft limit lets a process open; the hard limit is larger."""
     command = [sys.executable, "-c", LIMITED, str(unbroken)]
-    assert helpers.run([*command, "5", "50"], cwd=ROOT).expect(0).lines == ["17", "5"]
-    refused = helpers.run([*command, "5", "5"], cwd=ROOT).expect(1)
+    assert helpers.run([*command, "7", "50"], cwd=ROOT).expect(0).lines == ["17", "5"]
+    refused = helpers.run([*command, "7", "7"], cwd=ROOT).expect(1)
     assert "(Too many open files): raise the hard limit of open files (ulimit -Hn)" in refused.out
 
 
