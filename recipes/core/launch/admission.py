@@ -61,4 +61,4 @@ def _has_other_files(attempt: Attempt, job: Job) -> bool:
         return False
     logs = {Path(path).name for path in (job.log, job.error_log)}
     names = set(os.listdir(attempt.run_dir)) - logs - {"job.sh", "job.yaml", "attempts"}
-    return any(not name.startswith(".job.") for name in names)  # of an unfinished write
+    return not all(name.startswith(".") for name in names)  # of an unfinished write

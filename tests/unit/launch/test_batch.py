@@ -174,7 +174,7 @@ def test_a_job_does_not_continue_the_run_of_an_earlier_job_with_its_id(
         assert batch.begin("mnist", Path(__file__), [], environ)
 
 
-@pytest.mark.parametrize("name", ["job.yaml", ".job.sh.n1.1.0123abcd", "checkpoints"])
+@pytest.mark.parametrize("name", ["job.yaml", ".nfs0000000001", "checkpoints"])
 def test_a_new_job_does_not_use_what_was_put_into_its_default_run_directory(
     tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
