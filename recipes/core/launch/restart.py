@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.core import files
-from recipes.core.errors import ConfigError, Kind, kind_of
+from recipes.core.errors import ConfigError, Kind, MachineError, kind_of
 from recipes.core.launch import examination, unpack
 from recipes.core.run import attempt as attempts
 from recipes.core.run import directory, ledger, saves
@@ -96,7 +96,10 @@ def plan(
 
     nodes = environment.nodes_of_job(environ)
     excluded = _excluded(attempt)
-    bad = _bad_nodes([node for node in nodes if node not in excluded], spec, attempt, environ)
+    try:
+        bad = _bad_nodes([node for node in nodes if node not in excluded], spec, attempt, environ)
+    except MachineError as error:
+        return Restart(f"not started again, since {error}: {HOW_TO_RESUME}")
     excluded |= bad
     good = [node for node in nodes if node not in excluded]
     wanted = len(nodes) - run.spare
@@ -106,9 +109,6 @@ def plan(
         names = ",".join(sorted(excluded))
         requeued = examination.requeue_without(names, RESUBMITS, run_dir, environ)
         return Restart(f"too few nodes are left without {names}; {requeued}")
-    if run.environment and not unpack.is_kept(spec.inside[-1], good[:count], environ):
-        problem = "a node no longer has the files of environment="
-        return Restart(f"not started again, since {problem}: {HOW_TO_RESUME}")
     options = ["--overlap"]  # of a node that does not answer, Slurm has not taken back its tasks
     if excluded or run.spare:
         options += options_of(good[:count], environ)
@@ -139,10 +139,14 @@ def has_gained(history: Sequence[Attempt]) -> bool:
 
 
 def _bad_nodes(nodes: Sequence[str], spec: Spec, attempt: Attempt, environ: Environ) -> set[str]:
-    """The nodes that do not answer, and those that the doctor finds bad among the others."""
+    """The nodes that do not answer, and those that the doctor finds bad among the others. Raises
+    MachineError if one of the others no longer has the environment of the ranks and the doctor.
+    """
     noted = files.read_json(attempt.folder / SILENT)  # by the watcher, unless srun was faster
     silent = set(noted["nodes"]) if noted else client.silent_nodes(nodes)
     rest = [node for node in nodes if node not in silent]
+    if spec.settings.run.environment and not unpack.is_kept(spec.inside[-1], rest, environ):
+        raise MachineError("a node no longer has the files of environment=")
     verdict = examination.examine_nodes(spec, attempt.run_dir / "doctor", rest, environ)
     return silent | set(verdict.get("exclude", ()))
 

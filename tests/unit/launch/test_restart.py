@@ -131,9 +131,11 @@ def test_a_node_that_was_left_out_stays_out(tmp_path: Path, bad_nodes: set[str])
 
 
 def test_a_python_that_another_user_may_have_replaced_is_not_started_again(
-    tmp_path: Path, bad_nodes: set[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cleaner of /tmp may have removed its folder. A node that is left out is not asked."""
+    """A cleaner of /tmp may have removed its folder. Neither the doctor nor the ranks start. A node
+    that does not answer is not asked.
+    """
     commands: list[list[str]] = []
 
     def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[bytes]:
@@ -142,7 +144,7 @@ def test_a_python_that_another_user_may_have_replaced_is_not_started_again(
 
     monkeypatch.setattr(subprocess, "run", run)
     attempt = failed(tmp_path)
-    bad_nodes.add("node2")
+    monkeypatch.setattr(restart.client, "silent_nodes", lambda nodes: {"node2"})
     spec = spec_of(tmp_path, "restarts=1", "min_nodes=2", "environment=/e.tar")
     spec = dataclasses.replace(spec, inside=("/tmp/recipes-1/environment-2/bin/python",))
     outcome = Outcome("failed", Kind.killed)
