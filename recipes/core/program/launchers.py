@@ -74,10 +74,11 @@ class Launch:
         kind = ["--multi_gpu"] if total > 1 and is_default else []
         if info.num_nodes == 1:
             # A port in the command could be taken by another user. accelerate would then choose a
-            # rendezvous that executes what it receives, with a warning that begins with "Port"
+            # rendezvous that executes what it receives, with the only warning of that module
             # (accelerate 1.15).
             port = "0"
-            accelerate = [sys.executable, "-W", "error:Port", *python[1:], *accelerate[-1:]]
+            ends = ["-W", "error::UserWarning:accelerate.utils.launch"]
+            accelerate = [sys.executable, *ends, *accelerate[1:]]
         return [
             *accelerate,
             *kind,
